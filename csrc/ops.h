@@ -113,6 +113,20 @@ void pack_linear_weight_int8(Tensor& out, const Tensor& weight);
 void quantize_weight_int4(Tensor& codes, Tensor& scales, Tensor& zeros, const Tensor& weight);
 void quantize_weight_int8(Tensor& codes, Tensor& scales, const Tensor& weight);
 
+// state
+void causal_conv1d(Tensor& out, const Tensor& input, Tensor& conv_states, const Tensor& weight,
+                   const std::optional<Tensor>& bias, bool silu, const std::optional<Tensor>& query_start_loc,
+                   const std::optional<Tensor>& state_indices, const std::optional<Tensor>& has_initial_state);
+void gated_delta_rule(Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
+                      const Tensor& beta, Tensor& states, std::optional<double> scale, bool use_qk_l2norm,
+                      const std::optional<Tensor>& query_start_loc, const std::optional<Tensor>& state_indices,
+                      const std::optional<Tensor>& has_initial_state);
+void selective_scan(Tensor& out, const Tensor& input, const Tensor& dt, const Tensor& a, const Tensor& b,
+                    const Tensor& c, Tensor& states, const std::optional<Tensor>& d, const std::optional<Tensor>& z,
+                    const std::optional<Tensor>& dt_bias, bool dt_softplus, double dt_min, std::optional<double> dt_max,
+                    const std::optional<Tensor>& query_start_loc, const std::optional<Tensor>& state_indices,
+                    const std::optional<Tensor>& has_initial_state);
+
 // collectives, on the CPU alone
 void all_reduce_shared(Tensor& input, int64_t group);
 void all_gather_shared(Tensor& out, const Tensor& input, int64_t group);

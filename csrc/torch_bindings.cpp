@@ -101,6 +101,21 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "chain_speculative_sampling(Tensor(a!) out, Tensor(b!) num_accepted, Tensor(c!) num_emitted, "
       "Tensor draft_probs, Tensor draft_token_ids, Tensor target_probs, Tensor seed, Tensor offset) -> ()");
 
+  // state
+  m.def(
+      "causal_conv1d(Tensor(a!) out, Tensor input, Tensor(b!) conv_states, Tensor weight, Tensor? bias=None, "
+      "bool silu=False, *, Tensor? query_start_loc=None, Tensor? state_indices=None, Tensor? has_initial_state=None) "
+      "-> ()");
+  m.def(
+      "gated_delta_rule(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, "
+      "Tensor(b!) states, float? scale=None, bool use_qk_l2norm=False, *, Tensor? query_start_loc=None, "
+      "Tensor? state_indices=None, Tensor? has_initial_state=None) -> ()");
+  m.def(
+      "selective_scan(Tensor(a!) out, Tensor input, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor(b!) states, "
+      "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float dt_min=0.0, "
+      "float? dt_max=None, *, Tensor? query_start_loc=None, Tensor? state_indices=None, "
+      "Tensor? has_initial_state=None) -> ()");
+
 #if !defined(PAGEDATTN_SIMT)
   // linear, on the CPU alone
   m.def("linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor");
@@ -160,6 +175,9 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("top_k_mask_logits", TORCH_BOX(&pagedattn::top_k_mask_logits));
   m.impl("sample_from_probs", TORCH_BOX(&pagedattn::sample_from_probs));
   m.impl("chain_speculative_sampling", TORCH_BOX(&pagedattn::chain_speculative_sampling));
+  m.impl("causal_conv1d", TORCH_BOX(&pagedattn::causal_conv1d));
+  m.impl("gated_delta_rule", TORCH_BOX(&pagedattn::gated_delta_rule));
+  m.impl("selective_scan", TORCH_BOX(&pagedattn::selective_scan));
 }
 
 }  // namespace

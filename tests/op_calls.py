@@ -48,6 +48,9 @@ renorm_probs(Tensor(a!) out, Tensor probs, Tensor? top_k=None, Tensor? top_p=Non
 top_k_mask_logits(Tensor(a!) out, Tensor logits, Tensor top_k) -> ()
 sample_from_probs(Tensor(a!) out, Tensor(b!) valid, Tensor probs, Tensor? indices, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seed, Tensor offset, bool top_k_first=True) -> ()
 chain_speculative_sampling(Tensor(a!) out, Tensor(b!) num_accepted, Tensor(c!) num_emitted, Tensor draft_probs, Tensor draft_token_ids, Tensor target_probs, Tensor seed, Tensor offset) -> ()
+causal_conv1d(Tensor(a!) out, Tensor input, Tensor(b!) conv_states, Tensor weight, Tensor? bias=None, bool silu=False, *, Tensor? query_start_loc=None, Tensor? state_indices=None, Tensor? has_initial_state=None) -> ()
+gated_delta_rule(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(b!) states, float? scale=None, bool use_qk_l2norm=False, *, Tensor? query_start_loc=None, Tensor? state_indices=None, Tensor? has_initial_state=None) -> ()
+selective_scan(Tensor(a!) out, Tensor input, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor(b!) states, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float dt_min=0.0, float? dt_max=None, *, Tensor? query_start_loc=None, Tensor? state_indices=None, Tensor? has_initial_state=None) -> ()
 linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
 pack_linear_weight(Tensor(a!) out, Tensor weight) -> ()
 pack_linear_weight_int4(Tensor(a!) out, Tensor codes, Tensor scales, Tensor zeros) -> ()
@@ -152,6 +155,11 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
     gated = {"out": torch.zeros(n, 8), "input": normal(n, 16)}
     plain = {"out": torch.zeros(n, 16), "input": normal(n, 16)}
     norm = {"input": normal(n, 16), "weight": normal(16), "epsilon": 1e-6}
+    sequences = {  # the second has no rows, the last is padding
+        "query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+        "state_indices": torch.tensor([*range(n, 1, -1), -1]),
+        "has_initial_state": every_third > 0,
+    }
     arguments = {
         "paged_attention_v1": v1,
         "paged_attention_v2": v1 | partitions | {"tmp_out": torch.zeros(n, 4, 1, 16)},
@@ -267,6 +275,39 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "target_probs": normal(n, 3, 70).softmax(-1),
             "seed": torch.tensor([1]),
             "offset": torch.tensor([0]),
+        },
+        "causal_conv1d": {
+            "out": torch.zeros(n, 14),
+            "input": normal(n, 14),
+            "conv_states": normal(num_blocks, 14, 3),
+            "weight": normal(14, 4),
+            "bias": normal(14),
+            **sequences,
+        },
+        "gated_delta_rule": {
+            "out": torch.zeros(n, 4, 13),
+            "query": normal(n, 2, 11),
+            "key": normal(n, 2, 11),
+            "value": normal(n, 4, 13),
+            "g": -normal(n, 4).abs(),
+            "beta": normal(n, 4).sigmoid(),
+            "states": normal(num_blocks, 4, 11, 13),
+            "use_qk_l2norm": True,
+            **sequences,
+        },
+        "selective_scan": {
+            "out": torch.zeros(n, 4, 3),
+            "input": normal(n, 4, 3),
+            "dt": normal(n, 4),
+            "A": -normal(4).abs(),
+            "B": normal(n, 2, 11),
+            "C": normal(n, 2, 11),
+            "states": normal(num_blocks, 4, 3, 11),
+            "D": normal(4),
+            "z": normal(n, 4, 3),
+            "dt_bias": normal(4),
+            "dt_softplus": True,
+            **sequences,
         },
         "linear_packed": {
             "input": normal(n, 14),

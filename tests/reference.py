@@ -486,3 +486,105 @@ def chain_speculative_sampling(
         accepted.append(sum(passes))
         emitted.append(num_emitted)
     return all_tokens, accepted, emitted
+
+
+# ---- states in slots -----------------------------------------------------------------------------------------------
+
+
+def _sequences(num_tokens: int, query_start_loc=None, state_indices=None, has_initial_state=None):
+    """(rows, slot, whether the slot holds a state) of each sequence that has rows and a slot."""
+    starts = range(num_tokens + 1) if query_start_loc is None else query_start_loc.tolist()
+    for seq, (start, end) in enumerate(pairwise(starts)):
+        slot = seq if state_indices is None else int(state_indices[seq])
+        if start < end and slot >= 0:
+            yield slice(start, end), slot, has_initial_state is None or bool(has_initial_state[seq])
+
+
+def causal_conv1d(
+    input: Tensor,
+    conv_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    silu: bool = False,
+    *,
+    dtype: torch.dtype = torch.float64,
+    **sequences: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, conv_states). The states hold rows as they came."""
+    out, states = torch.zeros_like(input, dtype=dtype), conv_states.clone()
+    for rows, slot, has_state in _sequences(len(input), **sequences):
+        old = conv_states[slot].T if has_state else torch.zeros_like(conv_states[slot].T)
+        known = torch.cat([old, input[rows]])
+        states[slot] = known[len(known) - states.shape[2] :].T
+        for i in range(rows.start, rows.stop):
+            end = conv_states.shape[2] + i - rows.start + 1
+            window = known[end - weight.shape[1] : end].T.to(dtype)
+            total = (window * weight.to(dtype)).sum(-1) + (0 if bias is None else bias.to(dtype))
+            out[i] = total * total.sigmoid() if silu else total
+    return out, states
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    scale: float | None = None,
+    use_qk_l2norm: bool = False,
+    *,
+    dtype: torch.dtype = torch.float64,
+    **sequences: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, states)"""
+    query, key, value, g, beta = (tensor.to(dtype) for tensor in (query, key, value, g, beta))
+    if use_qk_l2norm:
+        query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+    query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
+    query, key = (x.repeat_interleave(value.shape[1] // x.shape[1], dim=1) for x in (query, key))
+    out, after = torch.zeros_like(value), states.to(dtype, copy=True)
+    for rows, slot, has_state in _sequences(len(value), **sequences):
+        state = after[slot].clone() if has_state else torch.zeros_like(after[slot])  # [num_heads, k_dim, v_dim]
+        for i in range(rows.start, rows.stop):
+            state = state * g[i].exp()[:, None, None]
+            known = (key[i][:, :, None] * state).sum(1)
+            state = state + key[i][:, :, None] * (beta[i][:, None] * (value[i] - known))[:, None]
+            out[i] = (query[i][:, :, None] * state).sum(1)
+        after[slot] = state
+    return out, after
+
+
+def selective_scan(
+    input: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    states: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_min: float = 0.0,
+    dt_max: float | None = None,
+    *,
+    dtype: torch.dtype = torch.float64,
+    **sequences: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(out, states)"""
+    num_heads = input.shape[1]
+    x, dt, A = input.to(dtype), dt.to(dtype), A.to(dtype)
+    B, C = (t.to(dtype).repeat_interleave(num_heads // t.shape[1], dim=1) for t in (B, C))
+    step = dt if dt_bias is None else dt + dt_bias.to(dtype)
+    step = (step.exp().log1p() if dt_softplus else step).clamp(dt_min, dt_max)
+    out, after = torch.zeros_like(x), states.to(dtype, copy=True)
+    for rows, slot, has_state in _sequences(len(x), **sequences):
+        state = after[slot].clone() if has_state else torch.zeros_like(after[slot])  # [heads, head_dim, state_size]
+        for i in range(rows.start, rows.stop):
+            decay = (step[i].reshape(num_heads, *[1] * (A.dim() - 1)) * A).exp().reshape(num_heads, 1, -1)
+            state = state * decay + (step[i][:, None] * x[i])[:, :, None] * B[i][:, None]
+            y = (state * C[i][:, None]).sum(-1) + (0 if D is None else D.to(dtype)[:, None] * x[i])
+            out[i] = y if z is None else y * z[i].to(dtype) * z[i].to(dtype).sigmoid()
+        after[slot] = state
+    return out, after

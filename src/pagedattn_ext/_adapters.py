@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import ops
+from ._index_checks import check_starts, num_seqs_of
 from .ops import _call
 
 
@@ -125,3 +126,34 @@ def sequences_of_rows(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     starts: [num_seqs + 1], from 0 to num_rows.
     """
     return ops.batch_positions(starts, torch.zeros_like(starts[1:]), num_rows)
+
+
+def packed_rows(tensor: Tensor) -> Tensor:
+    """A tensor as ops take rows: a copy if the dimensions from 1 on are not contiguous."""
+    return tensor if tensor[:1].is_contiguous() else tensor.contiguous()
+
+
+def sequences_of_batch(function: Callable[..., Any], batch: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Where each sequence of [batch, seq_len, ...] begins in its rows, and the last ends. With cu_seqlens, where they
+    begin and end in a batch of 1."""
+    batch_size, seq_len = batch.shape[:2]
+    if cu_seqlens is None:
+        return torch.arange(batch_size + 1, device=batch.device) * seq_len
+    num_seqs = num_seqs_of(function, "cu_seqlens", cu_seqlens)
+    if batch_size != 1:
+        raise ValueError(
+            f"{function.__qualname__}: cu_seqlens: expected None with a batch of {batch_size}, got a tensor"
+        )
+    check_starts(function, "cu_seqlens", cu_seqlens, num_seqs, seq_len)
+    return cu_seqlens
+
+
+def states_before(
+    function: Callable[..., Any], name: str, states: Tensor | None, shape: tuple[int, ...], like: Tensor
+) -> Tensor:
+    """fp32 memory of this shape for an op to update, with the given states in it, or zeros."""
+    if states is None:
+        return like.new_zeros(shape, dtype=torch.float32)
+    if states.shape != shape:
+        raise ValueError(f"{function.__qualname__}: {name}: expected shape {list(shape)}, got {list(states.shape)}")
+    return states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

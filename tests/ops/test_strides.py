@@ -59,6 +59,9 @@ STRIDED = {
     "top_k_mask_logits": {"out": 1, "logits": 1},
     "sample_from_probs": {"probs": 1},
     "chain_speculative_sampling": {},
+    "causal_conv1d": {"out": 1, "input": 1, "conv_states": 2},
+    "gated_delta_rule": dict.fromkeys(("out", "query", "key", "value", "g", "beta", "states"), 1),
+    "selective_scan": dict.fromkeys(("out", "input", "dt", "B", "C", "z", "states"), 1),
     "all_reduce_shared": {},
     "all_gather_shared": {},
 }

@@ -84,12 +84,14 @@ from .sampling import (
     softmax,
     top_k_mask_logits,
 )
+from .state import causal_conv1d, gated_delta_rule, selective_scan
 
 __all__ = [
     "all_gather_shared",
     "all_reduce_shared",
     "apply_token_bitmask",
     "batch_positions",
+    "causal_conv1d",
     "chain_speculative_sampling",
     "check_paged_attention",
     "compute_slot_mapping",
@@ -97,6 +99,7 @@ __all__ = [
     "consecutive_block_tables",
     "copy_blocks",
     "fused_add_rms_norm",
+    "gated_delta_rule",
     "gather_cached_kv",
     "gelu_and_mul",
     "gelu_fast",
@@ -127,6 +130,7 @@ __all__ = [
     "rotary_embedding",
     "rotary_embedding_neox",
     "sample_from_probs",
+    "selective_scan",
     "silu_and_mul",
     "softmax",
     "swap_blocks",

@@ -1,0 +1,262 @@
+"""The functions of causal-conv1d, mamba-ssm and flash-linear-attention on the ops for states: against transformers'
+plain torch forms of the same functions, and under transformers' models, which find them by the libraries' names."""
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from transformers import Mamba2Config, MambaConfig, Qwen3NextConfig
+from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+import pagedattn_ext.causal_conv1d
+import pagedattn_ext.fla
+import pagedattn_ext.mamba_ssm
+from pagedattn_ext import ops
+from pagedattn_ext.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from pagedattn_ext.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from pagedattn_ext.mamba_ssm import mamba_chunk_scan_combined, selective_scan_fn, selective_state_update
+
+BATCH, LENGTH = 2, 9
+MODULES = {"causal_conv1d": pagedattn_ext.causal_conv1d, "fla": pagedattn_ext.fla, "mamba_ssm": pagedattn_ext.mamba_ssm}
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    with torch.random.fork_rng(), torch.inference_mode():
+        torch.manual_seed(50)
+        yield
+
+
+SIGNATURES = {
+    causal_conv1d_fn: "x weight bias=None seq_idx=None initial_states=None return_final_states=False "
+    "final_states_out=None activation=None",
+    causal_conv1d_update: "x conv_state weight bias=None activation=None cache_seqlens=None conv_state_indices=None",
+    chunk_gated_delta_rule: "q k v g beta scale=None initial_state=None output_final_state=False "
+    "use_qk_l2norm_in_kernel=False cu_seqlens=None head_first=False",
+    fused_recurrent_gated_delta_rule: "q k v g=None gk=None gv=None beta=None scale=None initial_state=None "
+    "output_final_state=False use_qk_l2norm_in_kernel=False cu_seqlens=None",
+    selective_state_update: "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None",
+    mamba_chunk_scan_combined: "x dt A B C chunk_size D=None z=None dt_bias=None initial_states=None seq_idx=None "
+    "cu_seqlens=None dt_softplus=False dt_limit=(0.0,inf) return_final_states=False return_varlen_states=False",
+    selective_scan_fn: "u delta A B C D=None z=None delta_bias=None delta_softplus=False return_last_state=False",
+}
+
+
+@pytest.mark.parametrize(("function", "signature"), SIGNATURES.items(), ids=lambda each: getattr(each, "__name__", ""))
+def test_signature(function: Callable[..., Any], signature: str) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    texts = (str(p.replace(annotation=inspect.Parameter.empty)).replace(" ", "") for p in parameters)
+    assert " ".join(texts) == signature
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("adjacent", ["rows", "channels"])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_causal_conv1d(adjacent: str, activation: str | None) -> None:
+    x = torch.randn(BATCH, LENGTH, 6).transpose(1, 2) if adjacent == "channels" else torch.randn(BATCH, 6, LENGTH)
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    whole = modeling_qwen3_next.causal_conv1d_fn(x, weight, bias, activation=activation)
+    assert_close(causal_conv1d_fn(x, weight, bias, activation=activation), whole)
+    memory = torch.empty(BATCH, 6, 3)
+    first, states = causal_conv1d_fn(
+        x[..., :5], weight, bias, return_final_states=True, final_states_out=memory, activation=activation
+    )
+    assert states is memory
+    rest = causal_conv1d_fn(x[..., 5:], weight, bias, initial_states=states, activation=activation)
+    assert_close(torch.cat([first, rest], dim=-1), whole)
+    for width in (1, 2):  # tokens at once
+        state, same = torch.zeros(BATCH + 3, 6, 4), torch.zeros(BATCH, 6, 4)
+        slots, outs = torch.tensor([4, 1], dtype=torch.int32), []
+        for begin in range(0, 8, width):
+            part = x[..., begin : begin + width]
+            outs.append(causal_conv1d_update(part, state, weight, bias, activation, conv_state_indices=slots))
+            modeling_qwen3_next.causal_conv1d_update(part, same, weight, bias, activation)
+        assert_close(torch.cat(outs, dim=-1), whole[..., :8])
+        assert_close(state[slots.long()], same)
+    flat = causal_conv1d_update(x[..., 8], state, weight, bias, activation, conv_state_indices=slots)
+    assert_close(flat, whole[..., 8])
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_gated_delta_rule(normalise: bool) -> None:
+    q, k = torch.randn(2, BATCH, LENGTH, 2, 8)
+    k = k / k.norm(dim=-1, keepdim=True)
+    v, g, beta = torch.randn(BATCH, LENGTH, 4, 5), -torch.rand(BATCH, LENGTH, 4), torch.rand(BATCH, LENGTH, 4)
+    before = torch.randn(BATCH, 4, 8, 5)
+    options: dict[str, Any] = dict(g=g, beta=beta, output_final_state=True, use_qk_l2norm_in_kernel=normalise)
+    given = before.clone()
+    expected = modeling_qwen3_next.torch_chunk_gated_delta_rule(q, k, v, **options, initial_state=before)
+    for function in (chunk_gated_delta_rule, fused_recurrent_gated_delta_rule):
+        out, state = function(q, k, v, **options, initial_state=given)
+        assert_close((out, state), expected)
+        assert torch.equal(given, before)
+        assert function(q, k, v, g=g, beta=beta)[1] is None
+        # Both sequences in a batch of 1
+        ragged = [tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v, g, beta)]
+        packed = options | {"g": ragged[3], "beta": ragged[4], "cu_seqlens": torch.tensor([0, LENGTH, 2 * LENGTH])}
+        out, state = function(*ragged[:3], **packed, initial_state=given)
+        assert_close((out.view(v.shape), state), expected)
+
+
+def test_gated_delta_rule_without_gates() -> None:
+    q, k, v = torch.randn(3, BATCH, LENGTH, 2, 8)
+    gates = torch.zeros(BATCH, LENGTH, 2)
+    expected = fused_recurrent_gated_delta_rule(q, k, v, g=gates, beta=gates + 1)
+    assert torch.equal(fused_recurrent_gated_delta_rule(q, k, v)[0], expected[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_selective_state_update_of_mamba_2(dtype: torch.dtype) -> None:
+    heads, head_dim, groups, size = 4, 6, 2, 8
+    state = torch.randn(BATCH + 1, heads, head_dim, size).to(dtype)
+    x, z = torch.randn(2, BATCH, heads, head_dim)
+    A, D, bias = -torch.rand(heads, 1, 1), torch.randn(heads, 1), torch.randn(heads, 1)
+    dt, (B, C) = torch.randn(BATCH, heads, 1), torch.randn(2, BATCH, groups, size)
+    slots = torch.tensor([2, 0], dtype=torch.int32)
+    expanded = (dt.expand_as(x), A.expand(heads, head_dim, size), B, C)
+    options = dict(D=D.expand(heads, head_dim), z=z, dt_bias=bias.expand(heads, head_dim), dt_softplus=True)
+    same = state[slots.long()].float()
+    expected = modeling_mamba2.mamba2_selective_state_update(same, x, *expanded, **options)
+    untied = [tensor.clone(memory_format=torch.contiguous_format) for tensor in expanded]
+    for arguments in (expanded, untied):
+        updated = state.clone()
+        out = selective_state_update(updated, x, *arguments, **options, state_batch_indices=slots)
+        assert_close(out, expected)
+        torch.testing.assert_close(updated[slots.long()], same.to(dtype))
+        assert torch.equal(updated[1], state[1])
+
+
+def test_mamba_1() -> None:
+    dim, size = 6, 8
+    u, delta, z = torch.randn(3, BATCH, dim, LENGTH)
+    A, D, bias = -torch.rand(dim, size), torch.randn(dim), torch.randn(dim)
+    B, C = torch.randn(2, BATCH, size, LENGTH)
+    arguments = (u, delta, A, B, C, D, z)
+    options: dict[str, Any] = dict(delta_bias=bias, delta_softplus=True, return_last_state=True)
+    expected = modeling_mamba.mamba_selective_scan(*arguments, **options)
+    assert_close(selective_scan_fn(*arguments, **options), expected)
+    state, outs = torch.zeros(BATCH, dim, size), []
+    for t in range(LENGTH):
+        now = [tensor[..., t] for tensor in (u, delta, B, C, z)]
+        outs.append(selective_state_update(state, *now[:2], A, *now[2:4], D, now[4], bias, dt_softplus=True))
+    assert_close((torch.stack(outs, dim=-1), state), expected)
+
+
+def test_mamba_chunk_scan_combined() -> None:
+    heads, head_dim, groups, size = 4, 6, 2, 8
+    x, z = torch.randn(2, BATCH, LENGTH, heads, head_dim)
+    dt, A, D, bias = torch.randn(BATCH, LENGTH, heads), -torch.rand(heads), torch.randn(heads), torch.randn(heads)
+    B, C = torch.randn(2, BATCH, LENGTH, groups, size)
+    before = torch.randn(BATCH, heads, head_dim, size)
+    options: dict[str, Any] = dict(D=D, dt_bias=bias, initial_states=before, dt_softplus=True, dt_limit=(0.1, 2.0))
+    out, states = modeling_mamba2.mamba2_chunk_scan(x, dt, A, B, C, 4, **options, return_final_states=True)
+    expected = out * torch.nn.functional.silu(z), states
+    assert_close(mamba_chunk_scan_combined(x, dt, A, B, C, 4, z=z, **options, return_final_states=True), expected)
+    x1, z1, dt1, B1, C1 = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (x, z, dt, B, C))
+    starts = torch.tensor([0, LENGTH, 2 * LENGTH])
+    out, states = mamba_chunk_scan_combined(
+        x1, dt1, A, B1, C1, 4, z=z1, **options, cu_seqlens=starts, return_varlen_states=True
+    )
+    assert_close((out.view(x.shape), states), expected)
+
+
+X, W = torch.zeros(2, 6, 3), torch.zeros(6, 4)
+QKV, GATES = [torch.zeros(2, 3, 4, 8)] * 3, [torch.zeros(2, 3, 4)] * 2
+WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
+    (causal_conv1d_fn, [X[0], W], {}, "x: expected 3 dimensions"),
+    (causal_conv1d_fn, [X, W], {"seq_idx": torch.zeros(2, 3)}, "seq_idx: expected None, got a tensor"),
+    (causal_conv1d_fn, [X, W], {"initial_states": torch.zeros(2, 6, 4)}, "initial_states: expected shape"),
+    (causal_conv1d_fn, [X, W], {"activation": "gelu"}, "activation: expected None, "),
+    (
+        causal_conv1d_update,
+        [X, torch.zeros(2, 6, 2), W],
+        {},
+        r"conv_state: expected the last 3 \(weight has a width of 4\) to 32 rows",
+    ),
+    (causal_conv1d_update, [X, torch.zeros(2, 6, 3), W], {"cache_seqlens": torch.zeros(2)}, "cache_seqlens: expected"),
+    (
+        causal_conv1d_update,
+        [X, torch.zeros(2, 6, 3), W],
+        {"conv_state_indices": torch.tensor([0, 2])},
+        r"conv_state_indices: expected -1 \(padding\) to 1, got 2",
+    ),
+    (chunk_gated_delta_rule, [*QKV, *GATES], {"head_first": True}, "head_first: expected False"),
+    (chunk_gated_delta_rule, [*QKV, *GATES], {"cu_seqlens": torch.tensor([0, 6])}, "cu_seqlens: expected None with"),
+    (chunk_gated_delta_rule, [*QKV, *GATES], {"initial_state": torch.zeros(2, 4, 8)}, "initial_state: expected shape"),
+    (fused_recurrent_gated_delta_rule, QKV, {"gk": torch.zeros(1)}, "gk: expected None, got a tensor"),
+    (fused_recurrent_gated_delta_rule, [QKV[0][:, :2], *QKV[1:]], {}, "q: expected shape"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "options", "message"), WRONG, ids=lambda each: str(each)[:40])
+def test_refused(function: Callable[..., Any], arguments: list[Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{function.__name__}: {message}"):
+        function(*arguments, **options)
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)
+def test_no_tensors(function: Callable[..., Any]) -> None:
+    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    with pytest.raises(TypeError, match=rf"^{function.__name__}: {required[0].name}: expected a torch.Tensor, got int"):
+        function(*[1] * len(required))
+
+
+def test_gradients_are_refused() -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        weight = torch.zeros(6, 4, requires_grad=True)
+        with pytest.raises(RuntimeError, match=r"^causal_conv1d_fn: weight: requires grad"):
+            causal_conv1d_fn(torch.zeros(2, 6, 3), weight)
+
+
+SMALL: dict[str, Any] = dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, intermediate_size=48)
+QWEN: dict[str, Any] = dict(
+    num_attention_heads=2, num_key_value_heads=1, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4,
+    linear_key_head_dim=8, linear_value_head_dim=8, num_experts=0, mlp_only_layers=[0, 1],
+    layer_types=["linear_attention", "full_attention"],
+)  # fmt: skip
+MODELS: list[tuple[Any, str, Any, str]] = [
+    (modeling_qwen3_next, "Qwen3NextForCausalLM", Qwen3NextConfig(**SMALL, **QWEN), "gated_delta_rule"),
+    (
+        modeling_mamba2,
+        "Mamba2ForCausalLM",
+        Mamba2Config(**SMALL, head_dim=16, num_heads=4, state_size=8, n_groups=2),
+        "selective_scan",
+    ),
+    (modeling_mamba, "MambaForCausalLM", MambaConfig(**SMALL, state_size=8), "selective_scan"),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "config", "called"), MODELS, ids=lambda each: getattr(each, "__name__", ""))
+def test_models_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, config: Any, called: str
+) -> None:
+    """The tokens that the model generates on transformers' torch forms. A module of a model looks for the libraries
+    when it is imported."""
+    prompt = torch.randint(0, 97, (2, 7))
+    options: dict[str, Any] = dict(max_new_tokens=8, do_sample=False, pad_token_id=0)
+    plain = getattr(module, name)(config).eval()
+    expected = plain.generate(prompt, **options)
+    for library, ours in MODULES.items():
+        monkeypatch.setitem(sys.modules, library, ours)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    package = sys.modules[module.__name__.rpartition(".")[0]]
+    with monkeypatch.context() as patched:
+        patched.setattr(package, module.__name__.rpartition(".")[2], module)
+        again = importlib.import_module(module.__name__)
+    model = getattr(again, name)(config).eval()
+    model.load_state_dict(plain.state_dict())
+    spies = {op: mock.Mock(wraps=getattr(ops, op)) for op in ("causal_conv1d", called)}
+    for op, spy in spies.items():
+        monkeypatch.setattr(ops, op, spy)
+    assert torch.equal(model.generate(prompt, **options), expected)
+    assert all(spy.call_count >= options["max_new_tokens"] for spy in spies.values())
