@@ -187,8 +187,8 @@ def test_a_file_that_is_cut_off(file: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     for length in [*range(1, begin, 7), begin, begin + 100, len(whole) // 2]:
         cut.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"^model: cannot read .*cut\.gguf: "):
-            load_model(cut)
+        with pytest.raises(ValueError, match=r"^model: cannot read .*cut\.gguf: (it is cut off|expected the bytes)"):
+            build_model(cut)
 
 
 def test_bytes_that_are_not_those_of_the_format(file: Path, tmp_path: Path) -> None:
