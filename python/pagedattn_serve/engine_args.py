@@ -49,11 +49,13 @@ class EngineArgs:
 
     model: Annotated[
         str | PathLike[str],
-        "a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer), where ~ is the home; or "
-        "the name of a repository in Hugging Face's cache",
+        "a Hugging Face directory (config.json; safetensors or pytorch_model.bin; tokenizer), where ~ is the home; a "
+        "GGUF file; or the name of a repository in Hugging Face's cache",
     ]
     tokenizer: Annotated[
-        str | PathLike[str] | None, "a directory with another tokenizer than the model's", Flag(metavar="DIR")
+        str | PathLike[str] | None,
+        "a directory, or a GGUF file, with another tokenizer than the model's",
+        Flag(metavar="DIR"),
     ] = None
     dtype: Annotated[
         "str | torch.dtype",

@@ -62,7 +62,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=DEMO_MODEL,
         metavar="MODEL",
-        help="Hugging Face directory, or a repository in its cache (default: the demo model of the package)",
+        help="Hugging Face directory, GGUF file, or a repository in Hugging Face's cache (default: the package's demo "
+        "model)",
     )
 
 

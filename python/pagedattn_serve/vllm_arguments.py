@@ -60,7 +60,7 @@ ENGINE_ARGUMENTS = {
     ),
     **_group(
         "leave it out: a checkpoint is safetensors or pytorch_model.bin",
-        load_format=("auto", "hf", "safetensors"),
+        load_format=("auto", "hf", "safetensors", "gguf"),
         model_loader_extra_config=(),
         ignore_patterns=(["original/**/*"],),
     ),

@@ -9,7 +9,7 @@ from functools import partial
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.engine_args import EngineArgs
-from pagedattn_serve.loading.directory import model_directory, read_json
+from pagedattn_serve.loading.directory import config_fields, model_directory
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.logs import set_up_logs
 from pagedattn_serve.server.http.run import run_server
@@ -49,7 +49,7 @@ def say_start(engine_args: EngineArgs, num_replicas: int) -> None:
     Raises FileNotFoundError if there is no model.
     """
     directory = model_directory(engine_args.model)
-    fields = read_json(directory / "config.json")
+    fields = config_fields(directory)
     architectures, stored = fields.get("architectures"), fields.get("quantization_config")
     words = [f"{architectures[0]}" if isinstance(architectures, list) and architectures else "a model"]
     dtype = engine_args.dtype if engine_args.dtype != "auto" else fields.get("dtype") or fields.get("torch_dtype")

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.directory import read_json
+from pagedattn_serve.loading.gguf_file import GgufFile, is_gguf
+from pagedattn_serve.loading.gguf_weights import open_gguf
 
 INDEX = ".index.json"  # the end of the name of a file that says which file has which tensor
 # In order of preference: the file with all weights, and the index that takes its place if there are several files.
@@ -64,8 +66,11 @@ class OpenFiles:
 def open_checkpoint(directory: Path, open_files: OpenFiles) -> Tensors:
     """Every tensor of the checkpoint, memory-mapped where the format allows it.
 
-    Raises ValueError for a file that cannot be read, and for a tensor of which two files hold different ones.
+    directory: or a GGUF file, of which some tensors are Blocks. Raises ValueError for a file that cannot be read, and
+    for a tensor of which two files hold different ones.
     """
+    if is_gguf(directory):
+        return open_gguf(GgufFile.open(directory))
     tensors: Tensors = {}
     file_of: dict[str, Path] = {}
     for file in weight_files(directory)[0]:
@@ -145,6 +150,8 @@ def shards(index: Path) -> list[Path]:
 
 def warn_of_other_weights(directory: Path) -> None:
     """One warning that names the files with weights, and indexes of such, which are not read."""
+    if is_gguf(directory):
+        return
     files, index = weight_files(directory)
     found = {file for pattern in PATTERNS for end in ("", INDEX) for file in directory.glob(pattern + end)}
     others = sorted(file.name for file in found - {*files, index})

@@ -13,6 +13,8 @@ from types import SimpleNamespace, UnionType
 from typing import Any
 
 from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentTypeError
+from pagedattn_serve.loading.gguf_file import SUFFIX, GgufFile, is_gguf
+from pagedattn_serve.loading.gguf_model import gguf_config
 
 
 def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
@@ -35,14 +37,35 @@ def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
 
 
 def model_directory(model: str | PathLike[str]) -> Path:
-    """The directory that `find_directory` finds. Raises ArgumentFileError if it has no config.json."""
+    """The directory that `find_directory` finds, or a GGUF file, which stands for one. Raises ArgumentFileError if the
+    directory has no config.json, or if there is no such file."""
+    if (file := find_gguf("model", model)) is not None:
+        return file
     directory = find_directory("model", model)
     if directory is not None and (directory / "config.json").is_file():
         return directory
     advice = ""
+    if directory is not None and (files := sorted(file.name for file in directory.glob(f"*{SUFFIX}"))):
+        advice = f", where a file of it can be the model: {', '.join(files[:8])}"
     if directory is None and str(model).count("/") == 1 and not str(model).startswith((".", "/", "~")):
         advice = f" (a repository of Hugging Face is downloaded with `hf download {model}`)"
     raise ArgumentFileError("model", "a directory with a config.json", f"{model or 'an empty text'}{advice}")
+
+
+def find_gguf(argument: str, path: str | PathLike[str]) -> Path | None:
+    """The GGUF file of this path, with "~" expanded; None for a path that means something else. Raises
+    ArgumentFileError, with the name of the argument, for the path of a GGUF file that is not there."""
+    if not isinstance(path, str | PathLike) or not is_gguf(file := Path(path).expanduser()):
+        return None
+    if not file.is_file():
+        raise ArgumentFileError(argument, "a GGUF file that exists", path)
+    return file
+
+
+def config_fields(model: Path) -> dict[str, Any]:
+    """The fields of config.json, or what a GGUF file says in its place. Raises ValueError, with the file's name, for a
+    file that cannot be read."""
+    return gguf_config(GgufFile.open(model)) if is_gguf(model) else read_json(model / "config.json")
 
 
 def directory_to_write(path: str | PathLike[str]) -> Path:

@@ -9,6 +9,8 @@ from typing import Any
 from pagedattn_serve.config import check_int
 from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.loading.directory import read_json
+from pagedattn_serve.loading.gguf_file import GgufFile, is_gguf
+from pagedattn_serve.loading.gguf_model import generation_fields
 from pagedattn_serve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -76,8 +78,7 @@ def generation_defaults(directory: Path) -> GenerationDefaults:
     One warning names the fields that are not honoured. Raises ValueError, with the file and the field, for a value that
     is not valid.
     """
-    path = directory / FILE
-    content = read_json(path) if path.is_file() else {}
+    path, content = file_fields(directory, FILE)
     fields = {name: value for name, value in content.items() if value is not None}
     ignored = [name for name, none in NOT_HONOURED.items() if fields.get(name, none) != none]
     max_length, eos_ids = None, eos_token_ids(directory)
@@ -114,6 +115,15 @@ def generation_defaults(directory: Path) -> GenerationDefaults:
     if ignored:
         logger.warning("%s: not honoured: %s", path, ", ".join(f"{name} {fields[name]!r}" for name in ignored))
     return GenerationDefaults(params, max_length, bad_words)
+
+
+def file_fields(directory: Path, name: str) -> tuple[Path, dict[str, Any]]:
+    """The path and the fields of a JSON file in the model's directory; no fields if there is no such file. For a GGUF
+    file, its path and what it says in place of generation_config.json."""
+    if is_gguf(directory):
+        return directory, generation_fields(GgufFile.open(directory))
+    path = directory / name
+    return path, read_json(path) if path.is_file() else {}
 
 
 def _params(chosen: dict[str, Any]) -> SamplingParams:
@@ -153,8 +163,8 @@ def _bad_words(fields: dict[str, Any], eos_ids: set[int]) -> tuple[tuple[int, ..
 def eos_token_ids(directory: Path) -> set[int]:
     """The token ids that end an output: those of generation_config.json, or else of config.json."""
     for name in (FILE, "config.json"):
-        path = directory / name
-        eos = read_json(path).get("eos_token_id") if path.is_file() else None
+        path, fields = file_fields(directory, name)
+        eos = fields.get("eos_token_id")
         if eos is not None:
             token_ids = eos if isinstance(eos, list) else [eos]
             for token_id in token_ids:

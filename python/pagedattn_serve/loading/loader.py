@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from pagedattn_serve.config import DTYPES, FP8_DTYPES, check_dtype, check_quantization
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, open_checkpoint, warn_of_other_weights
-from pagedattn_serve.loading.directory import model_directory, read_json, read_plain_config
+from pagedattn_serve.loading.directory import config_fields, model_directory, read_plain_config
+from pagedattn_serve.loading.gguf_file import is_gguf
+from pagedattn_serve.loading.gguf_weights import GgufFormat, as_float
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
-from pagedattn_serve.loading.weights import load_weights
+from pagedattn_serve.loading.weights import load_weights, pack_as_stored
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
@@ -69,7 +71,7 @@ def load_model(
 ) -> CausalLM:
     """The model in directory `path`, on `device`, in `dtype` ("auto": that of config.json).
 
-    path: a directory, or a repository of Hugging Face that lies in its cache.
+    path: a directory, a GGUF file, or a repository of Hugging Face that lies in its cache.
     quantization: "int8", "int4", or None for the weights as the checkpoint has them. On the CPU alone, where linear
         layers take the forms of `models.linear`.
     partition: the slice of the model that is loaded. Its communicator is called by each step of the model, not before.
@@ -89,12 +91,19 @@ def load_model(
     if partition.rank == 0:
         warn_of_other_weights(directory)
     if isinstance(model, NativeCausalLM):
-        load_weights(model, directory, device, stored, forms, on_loading)
+        of_layers = stored if isinstance(stored, CheckpointFormat) else None
+        load_weights(model, directory, device, of_layers, forms, on_loading)
     else:
         with OpenFiles() as open_files:
-            tensors = {name: read() for name, read in open_checkpoint(directory, open_files).items()}
+            tensors = {name: as_float(read()) for name, read in open_checkpoint(directory, open_files).items()}
             tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
             model.load_weights(tensors, directory, device, on_loading)
+            del tensors
+    if forms is not None and isinstance(stored, GgufFormat):
+        prefix = "" if isinstance(model, NativeCausalLM) else "model."
+        with OpenFiles() as open_files:
+            by_name = {prefix + name: read for name, read in open_checkpoint(directory, open_files).items()}
+        pack_as_stored(model, by_name, forms)
     if forms is not None:
         pack_linear_layers(model, forms)
         logger.info("linear layers: %s", description)
@@ -120,10 +129,10 @@ def build_model(
 ) -> "NativeCausalLM | TransformersCausalLM":
     """The model without its weights: parameters are on the "meta" device. Raises as `load_model` does."""
     directory = model_directory(path)
-    config = read_config(directory / "config.json")
+    config = read_config(directory)
     architecture = (config.architectures or ["none"])[0]
     stored = checkpoint_format(directory)
-    if stored is not None and architecture not in NATIVE:
+    if isinstance(stored, CheckpointFormat) and architecture not in NATIVE:
         raise ArgumentError(
             "quantization_config",
             f"none, as {architecture} runs through transformers, where quantized weights are not supported",
@@ -145,9 +154,10 @@ def transformers_fallback() -> "type[TransformersCausalLM]":
 
 
 def linear_forms(
-    model: CausalLM, stored: CheckpointFormat | None, quantization: str | None, device: str = "cpu"
+    model: CausalLM, stored: CheckpointFormat | GgufFormat | None, quantization: str | None, device: str = "cpu"
 ) -> LinearForms | None:
-    """Which forms the linear layers take that the checkpoint has not quantized. None on CUDA: layers stay as they are.
+    """Which forms the linear layers take that the checkpoint has not quantized. None on CUDA: layers stay as they are,
+    and the weights of a GGUF file become floats.
 
     stored: what `checkpoint_format` says of the checkpoint. quantization: of the layers that it leaves.
 
@@ -155,12 +165,12 @@ def linear_forms(
     """
     check_quantization(quantization)
     if device != "cpu":
-        if stored is not None:
+        if isinstance(stored, CheckpointFormat):
             raise ArgumentError("quantization_config", f"none on {device}, as quantized weights are for the CPU")
         if quantization is not None:
             raise ArgumentError("quantization", f"None on {device}, as quantized weights are for the CPU")
         return None
-    if stored is not None and quantization not in (None, stored.QUANTIZATION):
+    if isinstance(stored, CheckpointFormat) and quantization not in (None, stored.QUANTIZATION):
         raise ArgumentError(
             "quantization",
             f"None or {stored.QUANTIZATION}, in which {stored.METHOD} has quantized the checkpoint",
@@ -169,17 +179,23 @@ def linear_forms(
     return LinearForms(model.head, quantization)
 
 
-def describe_linear_layers(model: CausalLM, stored: CheckpointFormat | None, forms: LinearForms | None) -> str:
+def describe_linear_layers(
+    model: CausalLM, stored: CheckpointFormat | GgufFormat | None, forms: LinearForms | None
+) -> str:
     """The forms of the linear layers in words, for a model that `build_model` made."""
     if forms is None:
         return "torch's own"
     words = forms.describe(model)
+    if isinstance(stored, GgufFormat):
+        return stored.describe() if forms.quantization is None else words
     return words if stored is None else f"{stored.describe()}; where the checkpoint is not quantized: {words}"
 
 
-def read_config(file: Path) -> Any:
-    """What models read of a config.json. Raises ValueError with the name of a field that no model can have."""
-    fields = read_json(file)
+def read_config(directory: Path) -> Any:
+    """What models read of a config.json, or of a GGUF file. Raises ValueError with the name of a field that no model
+    can have."""
+    file = directory if is_gguf(directory) else directory / "config.json"
+    fields = config_fields(directory)
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ArgumentError("architectures", f"a list of names in {file}", repr(architectures))
@@ -193,7 +209,9 @@ def read_config(file: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(file.parent, trust_remote_code=False)
+        if is_gguf(directory):
+            return AutoConfig.for_model(**fields)
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # of any type: from its checks, or from a field that it does not check
         raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
 

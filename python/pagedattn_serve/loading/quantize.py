@@ -24,6 +24,7 @@ from pagedattn_serve.loading.checkpoint_files import (
     warn_of_other_weights,
 )
 from pagedattn_serve.loading.directory import directory_to_write, model_directory, read_json
+from pagedattn_serve.loading.gguf_file import is_gguf
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, row_bytes
 from pagedattn_serve.loading.weights import HEAD, CheckpointTensors, checkpoint_shapes
@@ -58,7 +59,7 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
     """
     if format not in QUANTIZATIONS:
         raise ArgumentError("format", " or ".join(sorted(QUANTIZATIONS)), repr(format))
-    directory, out = model_directory(model), directory_to_write(out)
+    directory, out = directory_to_quantize(model), directory_to_write(out)
     if (stored := checkpoint_format(directory)) is not None:
         raise ArgumentError("model", "a checkpoint that is not quantized", f"{stored.QUANTIZATION} of {stored.METHOD}")
     network = build_model(directory)
@@ -84,6 +85,15 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
         os.replace(copy, out)
     num_layers = sum(len(layer.checkpoint_parts(name)) for name, layer in sliced_layers(network).items())
     return num_layers - len(left), num_layers
+
+
+def directory_to_quantize(model: str | PathLike[str]) -> Path:
+    """As `model_directory`. Raises ArgumentError for a GGUF file."""
+    directory = model_directory(model)
+    if is_gguf(directory):
+        expected = "a directory with a config.json: the option `quantization` quantizes GGUF files as they are loaded"
+        raise ArgumentError("model", expected, directory)
+    return directory
 
 
 def copy_other_files(directory: Path, copy: Path) -> None:

@@ -12,7 +12,9 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.loading.directory import read_json
+from pagedattn_serve.loading.directory import config_fields
+from pagedattn_serve.loading.gguf_file import GgufFile, is_gguf
+from pagedattn_serve.loading.gguf_weights import GgufFormat, gguf_format
 from pagedattn_serve.models.partition import Share, SlicedLinear, everything
 from pagedattn_serve.models.quantization import CODES_PER_INT32, Int4Weight, Int8Weight, QuantizedWeight, chunks
 
@@ -204,12 +206,14 @@ def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
 # ---- what config.json says ------------------------------------------------------------------------------------------
 
 
-def checkpoint_format(directory: Path) -> CheckpointFormat | None:
-    """How the weights of the checkpoint in a directory are quantized; None: they are not.
+def checkpoint_format(directory: Path) -> CheckpointFormat | GgufFormat | None:
+    """How the weights of the checkpoint in a directory, or of a GGUF file, are quantized; None: they are not.
 
     Raises ValueError, with the name of the field, for a quantization_config that is not supported.
     """
-    config = read_json(directory / "config.json").get("quantization_config")
+    if is_gguf(directory):
+        return gguf_format(GgufFile.open(directory))
+    config = config_fields(directory).get("quantization_config")
     return None if config is None or is_for_cache_alone(config) else parse_format(config)
 
 

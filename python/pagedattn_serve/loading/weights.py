@@ -1,20 +1,22 @@
 """Puts the tensors of a checkpoint into a native model."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, Tensors, open_checkpoint
+from pagedattn_serve.loading.gguf_weights import Blocks, as_float, quantized_parts
 from pagedattn_serve.loading.kv_scales import is_kv_scale
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, is_quantized, read_weight
-from pagedattn_serve.models.causal_lm import NativeCausalLM, misfit
-from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, quantized_linear
+from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM, misfit
+from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, linear_layers, quantized_linear
 from pagedattn_serve.models.partition import Share, SlicedEmbedding, SlicedLinear, everything
-from pagedattn_serve.models.quantization import quantizable
+from pagedattn_serve.models.quantization import QuantizedWeight, quantizable
 from pagedattn_serve.progress import Report, reported
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -48,12 +50,18 @@ def load_weights(
         def load_layer(layer_name: str, names: Iterable[str]) -> None:
             layer = model.get_submodule(layer_name)
             is_packed = forms is not None and isinstance(layer, SlicedLinear)
-            quantized, weight = None, []  # parts of a weight that is packed
+            quantized: Sequence[QuantizedWeight] | None = None
+            weight: list[Tensor] = []  # parts of a weight that is packed
             for name in names:
                 kind = name.removeprefix(f"{layer_name}.")
                 if stored is not None and kind == "weight" and is_quantized(layer, layer_name, stored, tensors):
                     quantized = read_weight(layer, layer_name, stored, tensors, read)
                 elif (found := read(checkpoint_shapes(layer, layer_name, kind))) is not None and not problems:
+                    if forms is not None and is_packed and kind == "weight":
+                        quantized = in_its_form(layer_name, found, forms)
+                        if quantized is not None:
+                            continue
+                    found = [as_float(part) for part in found]
                     parts = layer.parts_from_checkpoint(kind, found) if isinstance(layer, SlicedLinear) else found
                     if is_quantizing and is_packed and kind == "weight":
                         parts = [quantizable(part).to(device) for part in parts]
@@ -83,6 +91,35 @@ def load_weights(
     checkpoint.check(directory)
 
 
+def in_its_form(name: str, parts: Sequence[Tensor | Blocks], forms: LinearForms) -> Sequence[QuantizedWeight] | None:
+    """As `quantized_parts`, of the layer called `name`."""
+    try:
+        return quantized_parts(parts, forms.quantization)
+    except ValueError as error:
+        raise ValueError(f"model: cannot read {name}: {str(error).partition(': ')[2]}") from None
+
+
+def pack_as_stored(model: CausalLM, tensors: Tensors, forms: LinearForms) -> None:
+    """Give linear layers of floats the form in which a GGUF file has them: the last layer, if it is tied to the
+    embedding, and all layers of a model that transformers has loaded. A layer of which a rank has a slice stays, unless
+    the slice is ours.
+
+    tensors: of the file, by the names that they have in the model.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}  # the embedding's for both
+    for name, linear in linear_layers(model).items():
+        weight_name = names[id(linear.weight)]
+        weight = tensors[weight_name]() if weight_name in tensors else None
+        if isinstance(weight, Blocks) and isinstance(linear, SlicedLinear):
+            weight = linear.inputs.of(linear.outputs.of(weight, 0), 1)
+        if isinstance(weight, Blocks) and weight.shape == linear.weight.shape:
+            quantized = in_its_form(name, [weight], forms)
+            if quantized is not None:
+                bias = None if linear.bias is None else linear.bias.detach()
+                model.set_submodule(name, quantized_linear(quantized, bias))
+                give_back_freed_memory()
+
+
 def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
     """For a checkpoint with an lm_head although the config ties it: mostly a copy; if not, it becomes the head."""
     if not torch.equal(weight, model.lm_head.weight):
@@ -106,7 +143,7 @@ class CheckpointTensors:
         self._model = model
         self._unread = {name for name in self.tensors if not is_passed_over(model, name)}
 
-    def read(self, shapes: dict[str, list[Share]]) -> list[Tensor] | None:
+    def read(self, shapes: dict[str, list[Share]]) -> list[Any] | None:
         """The rank's slices of the named tensors; None if some are missing or misshapen, which are added to
         `problems`."""
         self._unread.difference_update(shapes)
@@ -117,7 +154,7 @@ class CheckpointTensors:
                 self.problems.append(f"missing {name}")
                 continue
             tensor = self.tensors[name]()
-            if isinstance(tensor, Tensor) and list(tensor.shape) == shape:
+            if isinstance(tensor, Tensor | Blocks) and list(tensor.shape) == shape:
                 for dim, share in enumerate(shares):
                     tensor = share.of(tensor, dim)
                 found.append(tensor)

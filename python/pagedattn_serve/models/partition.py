@@ -13,7 +13,7 @@ the sums behind its layers. With one rank every slice is the whole, and there is
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,9 @@ class Share:
         """Whether every range begins at a multiple of `unit`, and ends at one or where the axis ends."""
         return all(begin % unit == 0 and (end % unit == 0 or end == self.whole) for begin, end in self.ranges)
 
-    def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """The rank's elements along `dim`: a view if they are one range."""
+    def of(self, tensor: Any, dim: int) -> Any:
+        """The rank's elements of a tensor along `dim`: a view if they are one range. Or of what has `narrow` as tensors
+        have it, if they are one range."""
         if self.is_whole:
             return tensor
         parts = [tensor.narrow(dim, begin, end - begin) for begin, end in self.ranges]

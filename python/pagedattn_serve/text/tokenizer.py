@@ -1,11 +1,13 @@
-"""The tokenizer of a model's directory."""
+"""The tokenizer of a model's directory, or of a GGUF file."""
 
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from pagedattn_serve.errors import ArgumentError, ArgumentFileError
-from pagedattn_serve.loading.directory import find_directory, read_json, read_plain_config
+from pagedattn_serve.loading.directory import find_directory, find_gguf, read_json, read_plain_config
+from pagedattn_serve.loading.gguf_file import GgufFile
+from pagedattn_serve.text.gguf_tokenizer import load_gguf_tokenizer
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 # Names of the class that is all in tokenizer.json; the second since transformers 5.
@@ -14,10 +16,13 @@ GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Any | None:
     """The tokenizer of the directory `tokenizer`, or of the model's directory; None if the model's directory has none.
-    Raises as `tokenizer_directory` does, and ValueError if a tokenizer cannot be loaded."""
+    A GGUF file may be in place of either directory. Raises as `tokenizer_directory` does, and ValueError if a tokenizer
+    cannot be loaded."""
     directory = tokenizer_directory(model, tokenizer)
     if directory is None:
         return None
+    if directory.is_file():
+        return load_gguf_tokenizer(GgufFile.open(directory))
     try:
         return _from_pretrained(directory)
     except Exception as error:  # of any type, mostly without the name of the file
@@ -28,9 +33,12 @@ def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | 
 
 
 def tokenizer_directory(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Path | None:
-    """The directory `tokenizer`, or the model's; None if the model's directory has no tokenizer. Raises
+    """The directory or GGUF file `tokenizer`, or the model's; None if the model's directory has no tokenizer. Raises
     ArgumentFileError if the directory `tokenizer` has none."""
-    directory = find_directory("model", model) if tokenizer is None else find_directory("tokenizer", tokenizer)
+    argument, path = ("model", model) if tokenizer is None else ("tokenizer", tokenizer)
+    if (file := find_gguf(argument, path)) is not None:
+        return file
+    directory = find_directory(argument, path)
     if directory is not None and any((directory / name).is_file() for name in FILES):
         return directory
     if tokenizer is None:

@@ -1,0 +1,159 @@
+"""The tokenizer, chat template and end tokens of a GGUF file, against the tokenizer that the file was made of."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_metaspace_tokenizer, make_model, make_tokenizer, run
+from gguf_files import tokenizer_fields, write_gguf
+from transformers import PreTrainedTokenizerBase
+
+from pagedattn_serve.cli import main
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.llm import LLM
+from pagedattn_serve.loading.generation_config import eos_token_ids, generation_defaults
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.text.tokenizer import load_tokenizer
+
+TEXTS = [
+    "the cat and the hat",
+    " the  end\n\n of 2026, isn't it?",
+    "naïve 🙂\t x",
+    "<s>the</s>mat",
+    "",
+    " ",
+    "a<|im_end|>b",
+]
+TEMPLATE = "{% for message in messages %}{{ message.content }}</s>{% endfor %}"
+
+
+def write(file: Path, tokenizer: PreTrainedTokenizerBase, kind: str = "gpt2", **more: Any) -> PreTrainedTokenizerBase:
+    """A model with this tokenizer, and its tokenizer as it is read."""
+    fields = tokenizer_fields(tokenizer, kind) | {f"tokenizer.ggml.{key}": value for key, value in more.items()}
+    model = make_model("llama-gqa", vocab_size=len(tokenizer))
+    write_gguf(file, model, tokenizer=fields, **{"tokenizer.chat_template": TEMPLATE})
+    loaded: PreTrainedTokenizerBase = load_tokenizer(file, None)
+    return loaded
+
+
+def test_byte_level(tmp_path: Path) -> None:
+    expected = make_tokenizer(tmp_path / "tokenizer", "<|im_end|>")
+    actual = write(tmp_path / "m.gguf", expected)
+    for text in TEXTS:
+        token_ids = expected(text).input_ids
+        assert actual(text).input_ids == token_ids, text
+        for skip in (False, True):
+            assert actual.decode(token_ids, skip_special_tokens=skip) == expected.decode(
+                token_ids, skip_special_tokens=skip
+            )
+    assert (actual.bos_token, actual.eos_token) == ("<s>", "</s>")
+    assert actual.chat_template == TEMPLATE
+
+
+def test_sentencepiece(tmp_path: Path) -> None:
+    """Merges come from the scores, bytes stand for what has no token, and each text begins with <s>."""
+    expected = make_metaspace_tokenizer()
+    actual = write(tmp_path / "m.gguf", expected, "llama")
+    for text in ["the cat sat on the mat", "the  cat é🙂", " sat", "x", "cat\nthe"]:
+        token_ids = expected(text).input_ids
+        assert actual(text).input_ids == [1, *token_ids], text
+        assert actual(text, add_special_tokens=False).input_ids == token_ids
+        assert actual.decode(token_ids) == expected.decode(token_ids)
+
+
+def test_a_file_that_says_more_of_its_texts(tmp_path: Path) -> None:
+    """No space before a text, none of its ends or both; a token that is taken whole, as Gemma's runs of spaces."""
+    tokenizer = make_metaspace_tokenizer()
+    types = tokenizer_fields(tokenizer, "llama")["tokenizer.ggml.token_type"]
+    types[tokenizer.get_vocab()["▁the"]] = 4
+    file = tmp_path / "m.gguf"
+    actual = write(file, tokenizer, "llama", add_space_prefix=False, add_bos_token=False, add_eos_token=True)
+    assert actual.convert_ids_to_tokens(actual("the cat").input_ids) == ["t", "h", "e", "▁cat", "</s>"]
+    assert actual.decode(actual("cat the").input_ids, skip_special_tokens=True) == "cat the"
+    actual = write(file, tokenizer, "llama", token_type=types, add_space_prefix=False)
+    assert actual.convert_ids_to_tokens(actual("a▁the").input_ids) == ["<s>", "a", "▁the"]
+    assert actual.convert_ids_to_tokens(actual("a the").input_ids)[1:] != ["a", "▁the"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "pieces"),
+    [
+        ("gpt-2", "in 1234's  x", ["in", " 1234", "'s", " ", " x"]),
+        ("smollm", "in 12", ["in", " ", "1", "2"]),
+        ("llama-bpe", "IN 1234'S", ["IN", " ", "123", "4", "'S"]),
+        ("qwen2", "in 12\n\nx", ["in", " ", "1", "2", "\n\n", "x"]),
+        ("tekken", "inNer 12/\nx", ["in", "Ner", " ", "1", "2", "/\n", "x"]),
+    ],
+)
+def test_words(tmp_path: Path, words: str, text: str, pieces: list[str]) -> None:
+    """As llama.cpp cuts texts by `tokenizer.ggml.pre`."""
+    actual = write(tmp_path / "m.gguf", make_tokenizer(tmp_path / "tokenizer"), pre=words)
+    cut = actual.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in cut] == pieces
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        (
+            dict(model="plamo2"),
+            "tokenizer.ggml.model: expected gpt2 or llama in .*m.gguf, or a directory .*, got 'plamo2'",
+        ),
+        (dict(pre="poro-chat"), "tokenizer.ggml.pre: expected one of .*, or a directory .*, got 'poro-chat'"),
+        (dict(pre=None), "tokenizer.ggml.pre: expected .*, got 'none'"),
+        (dict(token_type=[1, 2]), "tokenizer.ggml.token_type: expected one for each of 280 tokens in .*m.gguf, got 2"),
+        (dict(bos_token_id=280), "tokenizer.ggml.bos_token_id: expected one of the 280 tokens of .*m.gguf, got 280"),
+        (dict(merges=None), "tokenizer.ggml.merges: expected "),
+    ],
+)
+def test_tokenizers_that_have_no_home_here(tmp_path: Path, fields: dict[str, Any], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        write(tmp_path / "m.gguf", make_tokenizer(tmp_path / "tokenizer"), **fields)
+
+
+def test_a_tokenizer_from_elsewhere(tmp_path: Path) -> None:
+    """A directory for a file, a file for a directory; and a file without a tokenizer."""
+    expected = make_tokenizer(tmp_path / "tokenizer")
+    model = make_model("llama-gqa", vocab_size=280)
+    write_gguf(tmp_path / "bare.gguf", model)
+    assert load_tokenizer(tmp_path / "bare.gguf", None) is None
+    assert load_tokenizer(tmp_path / "bare.gguf", tmp_path / "tokenizer").get_vocab() == expected.get_vocab()
+    write(tmp_path / "m.gguf", expected)
+    assert load_tokenizer(tmp_path / "tokenizer", tmp_path / "m.gguf").get_vocab() == expected.get_vocab()
+
+
+def test_ends_and_defaults(tmp_path: Path) -> None:
+    """What the file names as an end, what ends a turn by its name, and how the file samples."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", "<|im_end|>", "<|other|>")
+    file = tmp_path / "m.gguf"
+    write(file, tokenizer)
+    assert eos_token_ids(file) == {1, 2}
+    write(file, tokenizer, eot_token_id=3, eos_token_id=7)
+    assert eos_token_ids(file) == {3, 7}
+    fields = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
+    write_gguf(file, make_model("llama-gqa"), **fields)
+    assert generation_defaults(file).params == SamplingParams(temperature=0.7, top_k=20)
+
+
+def test_texts_and_chats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Through the engine, `LLM.chat` and the command line, as the same model does in a directory."""
+    tokenizer = make_tokenizer(tmp_path / "dir")
+    file = tmp_path / "m.gguf"
+    fields = tokenizer_fields(tokenizer, "gpt2") | {"tokenizer.chat_template": TEMPLATE}
+    model = write_gguf(file, make_model("qwen3", vocab_size=280), tokenizer=fields)
+    tokenizer.chat_template = TEMPLATE
+    model.save_pretrained(tmp_path / "dir")
+    tokenizer.save_pretrained(tmp_path / "dir")
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=1)
+    outputs = [run(LLMEngine(path, num_blocks=20), ["the cat"], params)[0] for path in (file, tmp_path / "dir")]
+    assert outputs[0].outputs == outputs[1].outputs
+    chats = [
+        LLM(path, num_blocks=20).chat([{"role": "user", "content": "hat"}], params) for path in (file, tmp_path / "dir")
+    ]
+    assert chats[0][0].prompt == chats[1][0].prompt == "hat</s>"
+    assert chats[0][0].outputs == chats[1][0].outputs
+    assert main(["generate", str(file), "--prompt", "the cat", "--max-tokens", "12", "--kv-cache-memory", "1MiB"]) == 0
+    assert main(["info", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert outputs[0].outputs[0].text in printed
+    assert "Qwen3ForCausalLM" in printed and "float32" in printed
