@@ -113,6 +113,7 @@ def reduce_many_sizes(group: SharedMemoryGroup) -> str:
     return "done"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("max_bytes", [1, 1 << 20])
 def test_all_reduce(max_bytes, world_size):

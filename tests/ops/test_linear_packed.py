@@ -79,6 +79,7 @@ def test_layout_of_a_packed_weight():
     assert not packed[1, :, 4:].any()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 def test_a_row_does_not_depend_on_its_batch(several_threads, dtype, weight_dtype):

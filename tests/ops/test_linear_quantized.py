@@ -263,6 +263,7 @@ def test_int4_row_that_is_not_finite(bad):
     assert_same_bits(out[others], expected[others])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("in_features", "group_size", "scale_dtype"), [(1152, 32, torch.float16), (2176, 128, torch.float32)]
 )
