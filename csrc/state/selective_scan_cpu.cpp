@@ -91,7 +91,7 @@ void load_steps(const SelectiveScanParams& p, int64_t row, Channels& channels) {
   for_each_vector(channels.num, [&](int64_t i, auto load, auto store) {
     Vec step = load(channels.steps + i) + load(channels.dt_bias + i);
     if (p.dt_softplus) step = softplus(step);
-    step = min(max(broadcast(p.least_step), step), broadcast(p.greatest_step));
+    step = min(broadcast(p.greatest_step), max(broadcast(p.least_step), step));  // in this order, NaN stays NaN
     const Vec x = load(input + i);
     store(channels.inputs + i, x);
     store(channels.steps + i, step);
