@@ -168,7 +168,9 @@ void run_sequence(const CausalConv1dParams& p, int64_t seq, Tile<T>& tile) {
     }
     return;
   }
-  tile.states = static_cast<T*>(p.conv_states) + slot * p.state_strides[0] + tile.first_channel * p.state_strides[1];
+  if (p.state_len > 0) {
+    tile.states = static_cast<T*>(p.conv_states) + slot * p.state_strides[0] + tile.first_channel * p.state_strides[1];
+  }
   const bool begins = p.sequences.begins(seq);
   load_history(p, begins, tile);
   convolve_any_width(p, tile, std::make_integer_sequence<int, MAX_CONV_WIDTH>{});

@@ -55,6 +55,8 @@ void gated_delta_rule(Tensor& out, const Tensor& query, const Tensor& key, const
   door.dtype("out", out, value.scalar_type());
   door.shape("out", out, value.sizes());
   door.written_from_1("out", out);
+  door.other_memory("out", out, "query", query);
+  door.other_memory("out", out, "key", key);
   params.out = out.mutable_data_ptr();
   params.out_stride = out.stride(0);
   door.dtype("states", states, ScalarType::Float);

@@ -1,8 +1,6 @@
 // A block has some columns of the state of one value head of one sequence, in shared memory, and goes through the
 // sequence's rows. A thread has one column and every NUM_PARTS-th row of the state; the parts of a column are added
 // through shared memory.
-#include <algorithm>
-
 #include "cuda_vec.cuh"
 #include "state/gated_delta_rule.h"
 
@@ -88,60 +86,59 @@ __device__ float column_sum(float part, const Shared& shared) {
   return sum;
 }
 
-// Grid: tiles of columns x value heads x sequences.
+// Grid: sequences x tiles of columns, those of a sequence side by side; value heads.
 template <typename T>
 __global__ void __launch_bounds__(NUM_THREADS) gated_delta_rule_kernel(GatedDeltaRuleParams p) {
   const Shared shared(p.k_dim);
   const int64_t head = blockIdx.y;
   const int column_of_tile = static_cast<int>(threadIdx.x) % NUM_COLUMNS;
   const int part = static_cast<int>(threadIdx.x) / NUM_COLUMNS;
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * NUM_COLUMNS + column_of_tile;
+  const unsigned num_tiles = gridDim.x / static_cast<unsigned>(p.sequences.num_seqs);
+  const int64_t seq = blockIdx.x / num_tiles;
+  const int64_t column = static_cast<int64_t>(blockIdx.x % num_tiles) * NUM_COLUMNS + column_of_tile;
   const bool has_column = column < p.v_dim;
   const T* value = static_cast<const T*>(p.value) + head * p.v_dim + column;
   T* out = static_cast<T*>(p.out) + head * p.v_dim + column;
-  for (int64_t seq = blockIdx.z; seq < p.sequences.num_seqs; seq += gridDim.z) {
-    const int64_t first = p.sequences.first_row(seq);
-    const int64_t end = p.sequences.first_row(seq + 1);
-    const int64_t slot = p.sequences.slot(seq);
-    if (slot < 0 && part == 0 && has_column) {
-      for (int64_t row = first; row < end; ++row) out[row * p.out_stride] = from_float<T>(0.0f);
-    }
-    if (slot < 0 || first >= end) continue;
-
-    float* states = p.states + slot * p.state_stride + head * p.k_dim * p.v_dim + column;
-    float* state = shared.state + column_of_tile;
-    const bool begins = p.sequences.begins(seq);
-    for (int64_t k = part; k < p.k_dim; k += NUM_PARTS) {
-      state[k * NUM_COLUMNS] = begins || !has_column ? 0.0f : states[k * p.v_dim];
-    }
-    for (int64_t row = first; row < end; ++row) {
-      load_query_and_key<T>(p, row, head, shared);
-      const float decay = expf(gate_at(p.g, row, head));
-      float remembered = 0.0f;
-      for (int64_t k = part; k < p.k_dim; k += NUM_PARTS) {
-        remembered = fmaf(state[k * NUM_COLUMNS], shared.key[k], remembered);
-      }
-      remembered = column_sum(remembered, shared);
-      const float v = has_column ? to_float(value[row * p.value_stride]) : 0.0f;
-      const float delta = fmaf(remembered, -decay, v) * gate_at(p.beta, row, head);
-      float result = 0.0f;
-      for (int64_t k = part; k < p.k_dim; k += NUM_PARTS) {
-        state[k * NUM_COLUMNS] = fmaf(state[k * NUM_COLUMNS], decay, delta * shared.key[k]);
-        result = fmaf(state[k * NUM_COLUMNS], shared.query[k], result);
-      }
-      result = column_sum(result, shared);
-      if (part == 0 && has_column) out[row * p.out_stride] = from_float<T>(result);
-    }
-    for (int64_t k = part; k < p.k_dim && has_column; k += NUM_PARTS) states[k * p.v_dim] = state[k * NUM_COLUMNS];
+  const int64_t first = p.sequences.first_row(seq);
+  const int64_t end = p.sequences.first_row(seq + 1);
+  const int64_t slot = p.sequences.slot(seq);
+  if (slot < 0 && part == 0 && has_column) {
+    for (int64_t row = first; row < end; ++row) out[row * p.out_stride] = from_float<T>(0.0f);
   }
+  if (slot < 0 || first >= end) return;
+
+  float* states = p.states + slot * p.state_stride + head * p.k_dim * p.v_dim + column;
+  float* state = shared.state + column_of_tile;
+  const bool begins = p.sequences.begins(seq);
+  for (int64_t k = part; k < p.k_dim; k += NUM_PARTS) {
+    state[k * NUM_COLUMNS] = begins || !has_column ? 0.0f : states[k * p.v_dim];
+  }
+  for (int64_t row = first; row < end; ++row) {
+    load_query_and_key<T>(p, row, head, shared);
+    const float decay = expf(gate_at(p.g, row, head));
+    float remembered = 0.0f;
+    for (int64_t k = part; k < p.k_dim; k += NUM_PARTS) {
+      remembered = fmaf(state[k * NUM_COLUMNS], shared.key[k], remembered);
+    }
+    remembered = column_sum(remembered, shared);
+    const float v = has_column ? to_float(value[row * p.value_stride]) : 0.0f;
+    const float delta = fmaf(remembered, -decay, v) * gate_at(p.beta, row, head);
+    float result = 0.0f;
+    for (int64_t k = part; k < p.k_dim; k += NUM_PARTS) {
+      state[k * NUM_COLUMNS] = fmaf(state[k * NUM_COLUMNS], decay, delta * shared.key[k]);
+      result = fmaf(state[k * NUM_COLUMNS], shared.query[k], result);
+    }
+    result = column_sum(result, shared);
+    if (part == 0 && has_column) out[row * p.out_stride] = from_float<T>(result);
+  }
+  for (int64_t k = part; k < p.k_dim && has_column; k += NUM_PARTS) states[k * p.v_dim] = state[k * NUM_COLUMNS];
 }
 
 }  // namespace
 
 void gated_delta_rule(const GatedDeltaRuleParams& params, cudaStream_t stream) {
-  constexpr int64_t MAX_GRID_Z = 65535;
-  const dim3 grid(grid_size(ceil_div<int64_t>(params.v_dim, NUM_COLUMNS)), static_cast<unsigned>(params.num_v_heads),
-                  static_cast<unsigned>(std::min(params.sequences.num_seqs, MAX_GRID_Z)));
+  const dim3 grid(grid_size(params.sequences.num_seqs * ceil_div<int64_t>(params.v_dim, NUM_COLUMNS)),
+                  static_cast<unsigned>(params.num_v_heads));
   dispatch_dtype(params.dtype, [&]<typename T>() {
     launch(gated_delta_rule_kernel<T>, grid, dim3(NUM_THREADS), Shared::bytes(params.k_dim), stream, params);
   });

@@ -91,7 +91,7 @@ void load_steps(const SelectiveScanParams& p, int64_t row, Channels& channels) {
   for_each_vector(channels.num, [&](int64_t i, auto load, auto store) {
     Vec step = load(channels.steps + i) + load(channels.dt_bias + i);
     if (p.dt_softplus) step = softplus(step);
-    step = min(max(broadcast(p.least_step), step), broadcast(p.greatest_step));
+    step = min(broadcast(p.greatest_step), max(broadcast(p.least_step), step));  // in this order, NaN stays NaN
     const Vec x = load(input + i);
     store(channels.inputs + i, x);
     store(channels.steps + i, step);
@@ -108,10 +108,9 @@ PAGEDATTN_INLINE Vec update_channel(const SelectiveScanParams& p, const Channels
   const Vec weight = broadcast(channels.weights[channel]);
   const Vec step = broadcast(channels.steps[channel]);
   const Vec decay_of_all = BY_STATE ? Vec{} : broadcast(channels.decays[channel]);
-  const float* a = p.a + channels.heads[channel] * p.state_size;
   Vec sum{};
   for_each_vector(p.state_size, [&](int64_t i, auto load, auto store) {
-    const Vec decay = BY_STATE ? exp(step * load(a + i)) : decay_of_all;
+    const Vec decay = BY_STATE ? exp(step * load(p.a + channels.heads[channel] * p.state_size + i)) : decay_of_all;
     const Vec s = fma(load(state + i), decay, load(b + i) * weight);
     store(state + i, s);
     sum = fma(s, load(c + i), sum);
@@ -121,7 +120,6 @@ PAGEDATTN_INLINE Vec update_channel(const SelectiveScanParams& p, const Channels
 
 template <bool BY_STATE, typename T>
 void run_row(const SelectiveScanParams& p, int64_t row, const Channels& channels, const float* b, const float* c) {
-  const T* z = static_cast<const T*>(p.z) + row * p.z_stride + channels.first;
   T* out = static_cast<T*>(p.out) + row * p.out_stride + channels.first;
   for_each_vector(channels.num, [&](int64_t first, auto load, auto store) {
     Vec sums[VEC_SIZE] = {};
@@ -129,7 +127,7 @@ void run_row(const SelectiveScanParams& p, int64_t row, const Channels& channels
     for (int64_t i = 0; i < VEC_SIZE && i < rest; ++i) sums[i] = update_channel<BY_STATE>(p, channels, first + i, b, c);
     Vec y = fma(load(channels.d + first), load(channels.inputs + first), sums_of(sums));
     if (p.z != nullptr) {
-      const Vec gate = load(z + first);
+      const Vec gate = load(static_cast<const T*>(p.z) + row * p.z_stride + channels.first + first);
       y = y * times_sigmoid(gate, gate);
     }
     store(out + first, y);

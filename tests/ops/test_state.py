@@ -307,3 +307,18 @@ def test_threads_change_no_bit(device, op):
     torch.set_num_threads(1)
     for actual, same in zip(several, run(op, arguments, device), strict=True):
         assert_same_bits(actual, same)
+
+
+@pytest.mark.parametrize("op", MAKE)
+def test_nan_stays_in_its_sequence(device, op):
+    """NaN in one sequence's row: its result and state show it, and nothing of another sequence does."""
+    sizes = next(sizes for name, sizes in CASES[1:] if name == op)
+    arguments = make_call(op, sizes, torch.float32) | sequences()
+    name = {"causal_conv1d": "input", "gated_delta_rule": "g", "selective_scan": "dt"}[op]
+    arguments[name][5] = torch.nan  # of the sequence of 37 rows, in slot 0
+    out, after = (tensor.cpu() for tensor in run(op, arguments, device))
+    assert out[5].isnan().all()
+    assert out[38:].isfinite().all()
+    assert out[:5].isfinite().all()
+    assert after[0].isnan().all() or op == "causal_conv1d"
+    assert after[1:].isfinite().all()
