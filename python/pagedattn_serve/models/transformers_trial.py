@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
 from pagedattn_serve.models.cache_shape import CacheShape
+from pagedattn_serve.models.latent_attention import is_latent
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
@@ -30,16 +31,18 @@ class Refusal(Exception):
 
 @dataclass(slots=True, frozen=True)
 class AttentionShape:
-    """What one layer asks of attention. Sizes are sizes of a head."""
+    """What one layer asks of attention. Sizes are sizes of a head. is_latent: values are part of the keys, which are
+    latents of all heads with the rotary parts."""
 
     num_heads: int
     num_kv_heads: int
     key_size: int
     value_size: int
+    is_latent: bool = False
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(self.num_kv_heads, max(self.key_size, self.value_size))
+        return CacheShape(self.num_kv_heads, max(self.key_size, self.value_size), not self.is_latent)
 
 
 @dataclass(slots=True, frozen=True)
@@ -74,7 +77,11 @@ class Trial:
             if name not in HONOURED | WITHOUT_EFFECT and option is not None and option is not False:
                 raise Refusal(f"layer {layer} hands {name} to attention, which the ops do not know")
         self.windows[layer] = options.get("sliding_window")
-        self.shapes[layer] = AttentionShape(query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        for name in HONOURED - {"scaling"}:
+            if is_latent(module) and options.get(name) is not None:
+                raise Refusal(f"layer {layer} hands {name} to attention, which latent attention does not know")
+        sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        self.shapes[layer] = AttentionShape(*sizes, is_latent(module))
         check_mask(layer, mask, self.windows[layer])
 
 
@@ -85,7 +92,8 @@ def record(
     if not isinstance(getattr(module, "pagedattn", None), Trial):
         raise Refusal("it calls attention from what is none of its layers")
     module.pagedattn.record(module, query, key, value, attention_mask, options)
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+    value_size = module.v_head_dim if is_latent(module) else value.shape[3]
+    return query.new_empty(1, query.shape[2], query.shape[1], value_size), None
 
 
 def describe_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> TrialMask:
@@ -133,7 +141,8 @@ def run_trial(model: PreTrainedModel, config: Any) -> dict[int, AttentionShape]:
         raise Refusal("its layers do not call transformers' attention interface")
     if sorted(trial.shapes) != list(range(config.num_hidden_layers)):
         raise Refusal(f"of its {config.num_hidden_layers} layers, {len(trial.shapes)} attend to keys and values")
-    if (size := max(shape.cache_shape.head_size for shape in trial.shapes.values())) > MAX_HEAD_SIZE:
+    sizes = [shape.cache_shape.head_size for shape in trial.shapes.values() if not shape.is_latent]
+    if (size := max(sizes, default=0)) > MAX_HEAD_SIZE:
         raise Refusal(f"its heads of size {size} are larger than the ops know, up to {MAX_HEAD_SIZE}")
     uses_windows = getattr(config, "layer_types", None) is not None or set(trial.windows.values()) != {None}
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
