@@ -234,6 +234,24 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "kv_data_type": torch.bfloat16,
         "use_profiler": False,
     },
+    "BatchMLAPagedAttentionWrapper.__init__": {
+        **required("self", "float_workspace_buffer"),
+        "use_cuda_graph": False,
+        **dict.fromkeys(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")),
+        "backend": "auto",
+    },
+    "BatchMLAPagedAttentionWrapper.plan": {
+        **required("self", "qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr", "num_heads", "head_dim_ckv"),
+        **required("head_dim_kpe", "page_size", "causal", "sm_scale", "q_data_type", "kv_data_type"),
+        "use_profiler": False,
+    },
+    "BatchMLAPagedAttentionWrapper.run": {
+        **required("self", "q_nope", "q_pe", "ckv_cache", "kpe_cache"),
+        **RESULTS,
+        **dict.fromkeys(("profiler_buffer", "kv_len", "page_table")),
+        "return_lse_base_on_e": False,
+        **dict.fromkeys(("o_scale", "ckv_scale", "ckv_scale_arr", "kpe_scale")),
+    },
     "packbits": required("x") | {"bitorder": "big"},
     "segment_packbits": required("x", "indptr") | {"bitorder": "big"},
     "append_paged_kv_cache": {

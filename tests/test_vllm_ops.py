@@ -508,3 +508,13 @@ def test_refused() -> None:
             vllm_ops.rotary_embedding(torch.tensor([1, 8, 2]), query, None, 16, cache, True, **changes)
     with pytest.raises(ValueError, match=r"^merge_attn_states: output_scale: expected None, got a tensor$"):
         vllm_ops.merge_attn_states(out, out, out, out, out, output_scale=torch.ones(1))
+
+
+def test_concat_and_cache_mla() -> None:
+    """vLLM's order, with a scale that has no effect; fp8 is refused by name."""
+    cache, slots = torch.zeros(2, 4, 6), torch.tensor([5, -1])
+    vllm_ops.concat_and_cache_mla(torch.ones(2, 4), torch.full((2, 2), 3.0), cache, slots, "auto", torch.tensor(2.0))
+    assert cache[1, 1].tolist() == [1, 1, 1, 1, 3, 3]
+    assert cache.count_nonzero() == 6
+    with pytest.raises(ValueError, match=r"^concat_and_cache_mla: kv_cache_dtype: expected 'auto', got 'fp8'"):
+        vllm_ops.concat_and_cache_mla(torch.ones(2, 4), torch.ones(2, 2), cache, slots, "fp8", None)

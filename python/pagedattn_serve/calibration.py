@@ -33,7 +33,8 @@ def calibrate_kv_scales(
     Runs the prompts, as `LLM.generate` takes them, with a cache in the model's dtype. The largest key and value of each
     layer become the largest numbers of `kv_cache_dtype`. A larger key or value is cut off in the fp8 cache.
 
-    Raises ValueError without prompts, and for keys or values that are not finite; else as `LLM` and `LLM.generate`.
+    Raises ValueError without prompts, for keys or values that are not finite, and for a model that keeps latents; else
+    as `LLM` and `LLM.generate`.
     """
     if kv_cache_dtype not in FP8_DTYPES:
         raise ArgumentError("kv_cache_dtype", "fp8, fp8_e4m3 or fp8_e5m2", kv_cache_dtype)
@@ -43,6 +44,10 @@ def calibrate_kv_scales(
     if not all_token_ids:
         raise ArgumentError("prompts", "at least one", "none")
     runner = engine.model_runner
+    if not all(shape.has_values for shape in runner.model.cache_shapes):
+        raise ArgumentError(
+            "model", "one that keeps keys and values, which may be in fp8", "one that keeps latents (MLA)"
+        )
     caches = runner.cache_engine.kv_caches
     largest = torch.zeros(len(caches), 2)
     for token_ids in all_token_ids:

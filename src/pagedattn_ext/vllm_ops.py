@@ -30,6 +30,7 @@ from .vllm_cpu_attention import (
 )
 
 __all__ = [
+    "concat_and_cache_mla",
     "convert_fp8",
     "copy_blocks",
     "cpu_attention_with_kv_cache",
@@ -256,6 +257,21 @@ def reshape_and_cache_flash(
         "reshape_and_cache_flash", packed_heads(key), packed_heads(value), key_cache, value_cache, slot_mapping,
         kv_cache_dtype, *_scales(reshape_and_cache_flash, k_scale, v_scale),
     )  # fmt: skip
+
+
+def concat_and_cache_mla(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    scale: Scale = None,
+) -> None:
+    """`ops.concat_and_cache_mla` in vLLM's order. The cache is not fp8: its scale has no effect."""
+    if kv_cache_dtype != "auto":
+        raise ValueError(f"concat_and_cache_mla: kv_cache_dtype: expected 'auto', got {kv_cache_dtype!r}")
+    refuse_bools(concat_and_cache_mla, scale=scale)
+    call("concat_and_cache_mla", kv_c, k_pe, kv_cache, slot_mapping)
 
 
 def gather_cached_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:

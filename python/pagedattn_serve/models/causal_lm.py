@@ -26,6 +26,7 @@ from pagedattn_serve.models.partition import (
 class KVCache(NamedTuple):
     """The cache of a layer, or of several that share it; the layout is that of `pagedattn_ext.ops`.
 
+    value_cache: without elements where key_cache holds latents, [num_blocks, block_size, head_size].
     k_scale, v_scale: an fp8 cache holds keys and values divided by these scales; fp32, one element. None is 1.
     """
 
@@ -124,7 +125,8 @@ class CausalLM(nn.Module):
         """The heads of the caches, and, where the caches differ, how many have them."""
         counts = Counter(self.cache_shapes)
         return "; ".join(
-            f"{shape.num_kv_heads} key-value, of size {shape.head_size}"
+            (f"{shape.num_kv_heads} key-value" if shape.has_values else "1 latent with a rotary part for all")
+            + f", of size {shape.head_size}"
             + (f" ({count} of {len(self.cache_shapes)} caches)" if len(counts) > 1 else "")
             for shape, count in counts.items()
         )

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.models.cache_shape import allocate_caches
 from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache, misfit
+from pagedattn_serve.models.latent_attention import absorb, attend_to_latents, keep_latents
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.partition import SINGLE, Partition
 from pagedattn_serve.models.transformers_slices import Joins, Slices, joined, name_of
@@ -107,6 +108,7 @@ class TransformersCausalLM(CausalLM):
         self.slices = None if partition.world_size == 1 else self.slice(shapes)
         if self.slices is not None:
             shapes = self.slices.attention
+        absorb(self.model)
         self.num_layers = text_config.num_hidden_layers
         self.num_heads = max(shape.num_heads for shape in shapes.values())
         writers = sorted({shape.writer for shape in shapes.values()})
@@ -131,6 +133,8 @@ class TransformersCausalLM(CausalLM):
                 self.model = load(model_class, tensors, directory, self.config, self.dtype, on_loading)
                 self.model = self.model.to(device).eval()
             self.slices.make_slices(self.model)
+        keep_latents(self.model, (TRIAL, PAGED))
+        absorb(self.model)
         give_to_layers(self.model, self.step)
         tell_positions(self.model, self.step)
         try:
@@ -261,6 +265,9 @@ def paged_attention(
     layer_idx = module.layer_idx
     shape, cache = step.shapes[layer_idx], step.cache_of_layer[layer_idx]
     assert cache is not None
+    if shape.is_latent:
+        assert scaling is not None
+        return attend_to_latents(module, query[0], key[0, 0], kv_caches[cache], metadata, scaling)[None], None
     query, key, value = (heads[0].transpose(0, 1).contiguous() for heads in (query, key, value))
     rows = attention(
         query,
@@ -297,6 +304,7 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=TRIAL, experts_implementation="batched_mm"
     )
+    keep_latents(model, (TRIAL, PAGED))
     return model.eval()
 
 

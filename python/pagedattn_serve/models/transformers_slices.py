@@ -118,6 +118,10 @@ class Slices:
         """The share of an axis of attention, whose elements are those of heads. name: of the module, or a parameter."""
         whole = self.whole_attention[layer_idx]
         num_heads, num_kv_heads = whole.num_heads, whole.num_kv_heads
+        if whole.is_latent:  # latents are whole on each rank
+            heads = self.partition.heads(num_heads)
+            self.attention[layer_idx] = replace(whole, num_heads=heads.size)
+            return heads.times(size // num_heads)
         heads, kv_heads = self.partition.heads(num_heads), self.partition.kv_heads(num_kv_heads)
         self.attention[layer_idx] = replace(whole, num_heads=heads.size, num_kv_heads=kv_heads.size)
         if num_kv_heads % self.partition.world_size == 0:
@@ -201,6 +205,8 @@ class Slices:
         for layer in model.modules():
             if hasattr(layer, "num_key_value_groups"):  # for transformers' own attention
                 own = self.attention[layer.layer_idx]
+                if own.is_latent:  # a key and a value for each head
+                    continue
                 layer.num_key_value_groups = own.num_heads // own.num_kv_heads
 
     def experts(self, name: str) -> Share:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
 from pagedattn_serve.models.cache_shape import CacheShape
+from pagedattn_serve.models.latent_attention import is_latent
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
@@ -38,6 +39,7 @@ class AttentionShape:
 
     writer: the layer whose keys and values it attends to: itself, or an earlier one.
     sliding_window, attention_chunk: as in `ops.paged_attention`.
+    is_latent: whether values are part of the keys, which are latents of all heads with the rotary parts.
     """
 
     num_heads: int
@@ -47,10 +49,11 @@ class AttentionShape:
     writer: int
     sliding_window: int | None
     attention_chunk: int
+    is_latent: bool
 
     @property
     def cache_shape(self) -> CacheShape:
-        return CacheShape(self.num_kv_heads, max(self.key_size, self.value_size))
+        return CacheShape(self.num_kv_heads, max(self.key_size, self.value_size), not self.is_latent)
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,14 +87,16 @@ class Trial:
         for name, option in options.items():
             if name not in HONOURED | WITHOUT_EFFECT and option is not None and option is not False:
                 raise Refusal(f"layer {layer} hands {name} to attention, which the ops do not know")
+        for name in HONOURED - {"scaling"}:
+            if is_latent(module) and options.get(name) is not None:
+                raise Refusal(f"layer {layer} hands {name} to attention, which latent attention does not know")
         window = options.get("sliding_window")
         chunk = check_mask(layer, mask, window)
         earlier = [of for of, (k, v) in self.keys_and_values.items() if k is key and v is value]
         writer = earlier[0] if earlier else layer
         self.keys_and_values[layer] = key, value
-        self.shapes[layer] = AttentionShape(
-            query.shape[1], key.shape[1], key.shape[3], value.shape[3], writer, window, chunk
-        )
+        sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        self.shapes[layer] = AttentionShape(*sizes, writer, window, chunk, is_latent(module))
 
 
 def record(
@@ -101,7 +106,8 @@ def record(
     if not isinstance(getattr(module, "pagedattn", None), Trial):
         raise Refusal("it calls attention from what is none of its layers")
     module.pagedattn.record(module, query, key, value, attention_mask, options)
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+    value_size = module.v_head_dim if is_latent(module) else value.shape[3]
+    return query.new_empty(1, query.shape[2], query.shape[1], value_size), None
 
 
 def describe_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> TrialMask:
@@ -169,7 +175,8 @@ def run_trial(model: PreTrainedModel, config: Any) -> dict[int, AttentionShape]:
         raise Refusal("its layers do not call transformers' attention interface")
     if sorted(trial.shapes) != list(range(config.num_hidden_layers)):
         raise Refusal(f"of its {config.num_hidden_layers} layers, {len(trial.shapes)} attend to keys and values")
-    if (size := max(shape.cache_shape.head_size for shape in trial.shapes.values())) > MAX_HEAD_SIZE:
+    sizes = [shape.cache_shape.head_size for shape in trial.shapes.values() if not shape.is_latent]
+    if (size := max(sizes, default=0)) > MAX_HEAD_SIZE:
         raise Refusal(f"its heads of size {size} are larger than the ops know, up to {MAX_HEAD_SIZE}")
     uses_windows = getattr(config, "layer_types", None) is not None or {
         shape.sliding_window for shape in trial.shapes.values()

@@ -23,8 +23,9 @@ What costs more than in FlashInfer, because `run` makes copies for ops that have
 
 Refused, with a ValueError that names the argument: jit_args other than those of attention with sinks, all of multi-item
 scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap or with
-a mask. Left out: MLA, sparse attention, quantization but for packed masks, norms and rotations, communication, mixtures
-of experts, and the functions of one backend alone (trtllm, cudnn, xqa).
+a mask; of latent attention (`mla`) also use_cuda_graph, fp8, and what is for the cutlass backend. Left out: sparse
+attention, quantization but for packed masks, norms and rotations, communication, mixtures of experts, and the functions
+of one backend alone (trtllm, cudnn, xqa).
 """
 
 from typing import NoReturn
@@ -45,6 +46,7 @@ from .decode import (
     fast_decode_plan,
     single_decode_with_kv_cache,
 )
+from .mla import BatchMLAPagedAttentionWrapper
 from .norm import (
     fused_add_rmsnorm,
     fused_add_rmsnorm_quant,
@@ -98,6 +100,7 @@ __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",

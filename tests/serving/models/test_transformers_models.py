@@ -91,6 +91,7 @@ MODELS: dict[str, dict[str, Any]] = {
         top_k_experts=2, moe_intermediate_size=24,
     ),
     "glm4": dict(head_dim=12),
+    "glm4_moe_lite": MLA,
     "gpt_bigcode": dict(n_inner=72, n_positions=MAX_LEN),
     "gpt_neox": dict(rotary_pct=0.5),
     "gpt_oss": dict(**LAYERS, **EXPERTS, head_dim=16),
@@ -315,8 +316,8 @@ def test_info_reads_no_weights(save: Save, capsys: pytest.CaptureFixture[str]) -
     assert shown["architecture"] == "DeepseekV3ForCausalLM"
     assert shown["runs"] == f"through transformers {transformers.__version__}"
     assert shown["parameters"] == f"{count:,} ({4 * count:,} bytes)"
-    assert shown["heads"] == "4 query, 4 key-value, of size 24"  # 16 and 8 that turn; values of 12 are padded
-    assert shown["cache"] == f"{2 * 2 * 4 * 24 * 4:,} bytes per token, {16 * 2 * 2 * 4 * 24 * 4:,} per block of 16"
+    assert shown["heads"] == "4 query, 1 latent with a rotary part for all, of size 24"  # 16 and 8 that turn
+    assert shown["cache"] == f"{2 * 24 * 4:,} bytes per token, {16 * 2 * 24 * 4:,} per block of 16"
 
 
 def test_info_of_caches_that_differ(save: Save, capsys: pytest.CaptureFixture[str]) -> None:

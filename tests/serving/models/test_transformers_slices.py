@@ -47,7 +47,7 @@ SPLITS: dict[tuple[str, int], tuple[dict[str, Any], tuple[int, int]]] = {
     ("gemma3_text", 4): (dict(tie_word_embeddings=True), (1, 1)),  # copies of heads, a scaled embedding
     ("gpt_neox", 2): ({}, (2, 2)),  # fused by heads, with biases
     ("phi3", 2): ({}, (4, 2)),  # fused layers whose outputs are gathered
-    ("deepseek_v2", 2): ({}, (2, 2)),  # keys from a layer that is whole; sliced experts beside shared ones
+    ("deepseek_v2", 2): ({}, (2, 1)),  # whole latents, and heads made of them; sliced experts beside shared ones
     ("qwen3_moe", 4): ({}, (1, 1)),
     ("gemma4_text", 2): ({}, (2, 1)),  # heads by layer, one of them a copy on each rank; layers that share a cache
     ("gpt_oss", 4): (dict(num_local_experts=7), (1, 1)),  # sinks, and whole experts: one rank has one of them

@@ -1,0 +1,101 @@
+"""FlashMLA's functions for dense decoding on the ops of this package, on a CPU as on CUDA.
+
+    from pagedattn_ext.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+Names, order and meaning of the arguments are those of FlashMLA. More than theirs: fp32 and fp16, any number of heads,
+any page size, any head sizes with a value of up to 512 numbers, and a rotary part of as many.
+
+Taken, and without effect: tile_scheduler_metadata and num_splits, also those of older versions; here is nothing to
+plan. Refused, with a ValueError that names the argument: fp8 caches and sparse attention (is_fp8_kvcache, indices,
+attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from ._adapters import call_as, expect_defaults, refuse_bools, refuse_gradients
+from ._index_checks import check_indices
+from .ops._call import check_rank, check_tensors, to_int
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+# What FlashMLA calls the arguments of the op.
+NAMES = {"q_nope": "q", "q_pe": "q", "kv_c_cache": "k_cache", "k_pe_cache": "k_cache", "block_tables": "block_table"}
+NAMES |= {"seq_lens": "cache_seqlens", "scale": "softmax_scale"}
+
+
+class FlashMLASchedMeta:
+    """Stands for a plan of the work, of which there is none."""
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """(tile_scheduler_metadata, num_splits) for `flash_mla_with_kvcache`, whatever the arguments."""
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: Any,
+    num_splits: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Latent attention of the last tokens of each sequence over its cached latents.
+
+    Args:
+        q: [batch, seqlen_q, num_heads, head_size], absorbed queries.
+        k_cache: [num_blocks, page_size, 1, head_size] of the same dtype; values are the first head_dim_v numbers.
+        block_table: int32 or int64 [batch, max_num_blocks_per_seq].
+        cache_seqlens: int32 or int64 [batch], cached tokens, those of q included.
+        softmax_scale: default head_size ** -0.5.
+        causal: whether a row sees no token after its own; the last row stands at the last token.
+
+    Returns:
+        out [batch, seqlen_q, num_heads, head_dim_v] and lse, fp32 [batch, num_heads, seqlen_q]. A row that sees nothing
+        gives zeros and an lse of -inf.
+
+    Raises TypeError and ValueError for a wrong type, shape or value, lengths and blocks among them.
+    """
+    function = flash_mla_with_kvcache
+    expect_defaults(
+        function, is_fp8_kvcache=is_fp8_kvcache, indices=indices, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
+        extra_indices_in_kvcache=extra_indices_in_kvcache, topk_length=topk_length, extra_topk_length=extra_topk_length,
+    )  # fmt: skip
+    refuse_bools(function, softmax_scale=softmax_scale)
+    check_tensors(function.__name__, q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
+    assert cache_seqlens is not None
+    check_rank(function.__name__, "q", q, 4)
+    check_rank(function.__name__, "k_cache", k_cache, 4)
+    refuse_gradients(function, q=q, k_cache=k_cache)
+    head_size = q.shape[3]
+    if k_cache.shape[2:] != (1, head_size):
+        expected = f"one head of {head_size} numbers, as q has"
+        raise ValueError(f"{function.__name__}: k_cache: expected {expected}, got shape {list(k_cache.shape)}")
+    head_dim_v = to_int(function.__name__, "head_dim_v", head_dim_v)
+    if not 1 <= head_dim_v <= head_size:
+        raise ValueError(f"{function.__name__}: head_dim_v: expected 1 to {head_size}, got {head_dim_v}")
+    batch, seqlen_q, num_heads, _ = q.shape
+    check_indices(function, "cache_seqlens", cache_seqlens, batch)
+    starts = None if seqlen_q == 1 else torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    rows, latents = q.flatten(0, 1), k_cache.squeeze(2)
+    out, lse = call_as(
+        function, NAMES, ops.mla_attention,
+        rows[..., :head_dim_v], rows[..., head_dim_v:], latents[..., :head_dim_v], latents[..., head_dim_v:],
+        block_table, cache_seqlens,
+        query_start_loc=starts, scale=head_size**-0.5 if softmax_scale is None else softmax_scale, causal=causal,
+    )  # fmt: skip
+    return out.view(batch, seqlen_q, num_heads, head_dim_v), lse.view(batch, seqlen_q, num_heads).transpose(1, 2)

@@ -1,0 +1,84 @@
+"""FlashMLA's functions: against attention in fp64, and what they refuse by the names of their arguments."""
+
+import math
+from typing import Any
+
+import pytest
+import reference
+import torch
+from checks import assert_close_to_reference
+
+from pagedattn_ext.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+
+def make_arguments(dtype: torch.dtype = torch.float32, sizes: tuple[int, int] = (48, 32), seqlen_q: int = 2) -> dict:
+    """Two sequences of 3 and 70 tokens in pages of 64."""
+    generator = torch.Generator().manual_seed(0)
+    head_size, head_dim_v = sizes
+    return {
+        "q": torch.randn(2, seqlen_q, 5, head_size, generator=generator).to(dtype),
+        "k_cache": torch.randn(4, 64, 1, head_size, generator=generator).to(dtype),
+        "block_table": torch.tensor([[2, -1], [3, 0]], dtype=torch.int32),
+        "cache_seqlens": torch.tensor([3, 70], dtype=torch.int32),
+        "head_dim_v": head_dim_v,
+        "tile_scheduler_metadata": get_mla_metadata()[0],
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(48, 32), (40, 40), (576, 512)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flash_mla_with_kvcache(dtype: torch.dtype, sizes: tuple[int, int], causal: bool) -> None:
+    arguments = make_arguments(dtype, sizes)
+    out, lse = flash_mla_with_kvcache(**arguments, softmax_scale=0.1, causal=causal)
+    assert lse.shape == (2, 5, 2)
+    for s, (blocks, length) in enumerate((([2], 3), ([3, 0], 70))):
+        key = arguments["k_cache"][blocks].flatten(0, 1)[:length]
+        options = {"scale": 0.1, "causal": causal}
+        value = key[..., : sizes[1]]
+        expected_out, expected_lse = reference.attention(arguments["q"][s], key, value, **options)
+        eager_out, _ = reference.attention(arguments["q"][s], key, value, **options, dtype=dtype)
+        assert_close_to_reference(out[s], expected_out, eager_out)
+        _, eager_lse = reference.attention(arguments["q"][s], key, value, **options, dtype=torch.float32)
+        assert_close_to_reference(lse[s].T, expected_lse, eager_lse)
+
+
+def test_defaults_and_older_arguments() -> None:
+    """The scale of the whole head; a plan of any version, by position."""
+    arguments = make_arguments()
+    old_plan = torch.zeros(132, 8, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    values = [value for name, value in arguments.items() if name != "tile_scheduler_metadata"]
+    out, _ = flash_mla_with_kvcache(*values, *old_plan)
+    expected, _ = flash_mla_with_kvcache(**arguments, softmax_scale=48**-0.5, causal=False)
+    assert torch.equal(out, expected)
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+WRONG: dict[str, tuple[type[Exception], str, Any]] = {
+    "q": (ValueError, "q", torch.zeros(2, 5, 48)),
+    "two heads of keys": (ValueError, "k_cache", torch.zeros(4, 64, 2, 48)),
+    "other keys": (ValueError, "k_cache", torch.zeros(4, 64, 1, 40)),
+    "dtype of the cache": (TypeError, "k_cache", torch.zeros(4, 64, 1, 48, dtype=torch.float16)),
+    "no block_table": (TypeError, "block_table", None),
+    "a block that is not there": (ValueError, "block_table", torch.tensor([[2, 0], [4, 0]])),
+    "lengths of another batch": (ValueError, "cache_seqlens", int32(3, 70, 1)),
+    "a length that does not fit": (ValueError, "cache_seqlens", int32(3, 129)),
+    "floats as lengths": (TypeError, "cache_seqlens", torch.tensor([3.0, 70.0])),
+    "value size": (ValueError, "head_dim_v", 49),
+    "bool as scale": (TypeError, "softmax_scale", True),
+    "infinite scale": (ValueError, "softmax_scale", math.inf),
+    "causal": (TypeError, "causal", 1),
+    "fp8": (ValueError, "is_fp8_kvcache", True),
+    "sparse": (ValueError, "indices", torch.zeros(2, 2, 4, dtype=torch.int32)),
+    "sink": (ValueError, "attn_sink", torch.zeros(5)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_refused(what: str) -> None:
+    error, argument, value = WRONG[what]
+    with pytest.raises(error, match=f"^flash_mla_with_kvcache: {argument}: expected .+, got .+"):
+        flash_mla_with_kvcache(**make_arguments() | {argument: value})

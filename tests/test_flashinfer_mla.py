@@ -1,0 +1,111 @@
+"""FlashInfer's wrapper of latent attention: against the op, whose results have a test, and lists that do not fit."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from checks import assert_same_bits
+
+from pagedattn_ext import flashinfer, ops
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# Two sequences in pages of 4: 5 tokens in pages 6 and 2, with 2 rows; 3 tokens in page 0, with 1 row.
+PLAN: dict[str, Any] = dict(
+    qo_indptr=int32(0, 2, 3), kv_indptr=int32(0, 2, 3), kv_indices=int32(6, 2, 0, 7), kv_len_arr=int32(5, 3),
+    num_heads=3, head_dim_ckv=24, head_dim_kpe=8, page_size=4, causal=True, sm_scale=0.2, q_data_type=torch.float32,
+    kv_data_type=torch.float32,
+)  # fmt: skip
+
+
+def tensors_of_run(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 3, 24), (3, 3, 8), (8, 4, 24), (8, 4, 8)]
+    return [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_run_after_plan(dtype: torch.dtype, causal: bool) -> None:
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    wrapper.plan(**PLAN | {"causal": causal})
+    tensors = tensors_of_run(dtype)
+    expected, natural_lse = ops.mla_attention(
+        *tensors, torch.tensor([[6, 2], [0, 0]]), int32(5, 3), query_start_loc=int32(0, 2, 3), scale=0.2, causal=causal
+    )
+    memory, lse_memory = torch.empty_like(expected), torch.empty_like(natural_lse)
+    out, lse = wrapper.run(*tensors, memory, lse_memory, True)
+    assert out is memory and lse is lse_memory
+    assert_same_bits(out, expected)
+    torch.testing.assert_close(lse, natural_lse * math.log2(math.e))
+    assert_same_bits(wrapper.run(*tensors, return_lse=True, return_lse_base_on_e=True)[1], natural_lse)
+    assert_same_bits(wrapper.run(*tensors), expected)
+
+
+def test_caches_that_are_slices_of_one() -> None:
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    wrapper.plan(**PLAN)
+    q_nope, q_pe, ckv, kpe = tensors_of_run()
+    both = torch.cat([ckv, kpe], dim=2)
+    assert_same_bits(wrapper.run(q_nope, q_pe, both[..., :24], both[..., 24:]), wrapper.run(q_nope, q_pe, ckv, kpe))
+
+
+WRONG_PLANS: dict[str, tuple[type[Exception], str, Any]] = {
+    "rows do not begin at 0": (ValueError, "qo_indptr", int32(1, 2, 3)),
+    "rows of another batch": (ValueError, "qo_indptr", int32(0, 3)),
+    "pages fall": (ValueError, "kv_indptr", int32(0, 3, 2)),
+    "more pages than there are": (ValueError, "kv_indptr", int32(0, 2, 5)),
+    "pages as floats": (TypeError, "kv_indices", torch.zeros(4)),
+    "a length beyond the pages": (ValueError, "kv_len_arr", int32(9, 3)),
+    "a length into the neighbour's page": (ValueError, "kv_len_arr", int32(5, 5)),
+    "a negative length": (ValueError, "kv_len_arr", int32(5, -1)),
+    "lengths of another batch": (ValueError, "kv_len_arr", int32(5)),
+    "no page size": (ValueError, "page_size", 0),
+    "a bool as scale": (TypeError, "sm_scale", True),
+    "profiler": (ValueError, "use_profiler", True),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_PLANS)
+def test_plans_that_are_refused(what: str) -> None:
+    error, argument, value = WRONG_PLANS[what]
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    with pytest.raises(error, match=rf"^BatchMLAPagedAttentionWrapper\.plan: {argument}: expected .+, got .+"):
+        wrapper.plan(**PLAN | {argument: value})
+
+
+WRONG_RUNS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "other heads": (ValueError, "q_nope", {"q_nope": torch.zeros(3, 4, 24)}),
+    "more rows": (ValueError, "qo_indptr", {"q_nope": torch.zeros(4, 3, 24), "q_pe": torch.zeros(4, 3, 8)}),
+    "other pages": (ValueError, "kpe_cache", {"kpe_cache": torch.zeros(8, 5, 8)}),
+    "too few pages": (
+        ValueError,
+        "kv_indices",
+        {"ckv_cache": torch.zeros(5, 4, 24), "kpe_cache": torch.zeros(5, 4, 8)},
+    ),
+    "another dtype": (TypeError, "ckv_cache", {"ckv_cache": torch.zeros(8, 4, 24, dtype=torch.float16)}),
+    "memory of another shape": (ValueError, "out", {"out": torch.zeros(1, 3, 24)}),
+    "a scale of fp8": (ValueError, "ckv_scale", {"ckv_scale": 0.5}),
+    "of cutlass": (ValueError, "page_table", {"page_table": torch.zeros(2, 2)}),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_RUNS)
+def test_runs_that_are_refused(what: str) -> None:
+    error, argument, changes = WRONG_RUNS[what]
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    wrapper.plan(**PLAN)
+    arguments = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), tensors_of_run(), strict=True))
+    with pytest.raises(error, match=rf"^BatchMLAPagedAttentionWrapper\.run: {argument}: expected .+, got .+"):
+        wrapper.run(**arguments | changes)
+
+
+def test_what_is_not_there_is_said() -> None:
+    with pytest.raises(ValueError, match=r"__init__: use_cuda_graph: expected False, got True"):
+        flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0), use_cuda_graph=True)
+    with pytest.raises(RuntimeError, match=r"call plan\(\) first"):
+        flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0)).run(*tensors_of_run())
