@@ -7,7 +7,8 @@ copied when one of its sequences is about to write to it. A group can be swapped
 Prefix caching: a full block is known by the hash of its tokens and of the block before it (the first block: and of the
 sequence's salt). So a sequence that begins with the same tokens finds the block. A block is published when the tokens
 that fill it are scheduled. That is early enough: a sequence that finds the block runs in the same step or later, and in
-each layer all keys and values of a step are written before any are read.
+each layer all keys and values of a step are written before any are read. A model whose layers keep a state besides has
+no prefix caching: a block that is found would come without the state after its last token.
 """
 
 import math
@@ -19,6 +20,7 @@ from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence, TableArray, TableWrite
+from pagedattn_serve.scheduling.state_slots import StateSlots
 
 
 class BlockManager:
@@ -27,6 +29,7 @@ class BlockManager:
     tables: to be read only.
     table_array: the block tables of the batch that was placed last, which the ops read. What changes in a table that
         has a row is written there at once.
+    states: the slot of each sequence's state, if the model keeps states; to be read only.
 
     The sequences of a group, which may share blocks, are given together, as a list. If a method says that there is no
     room, nothing was changed.
@@ -34,13 +37,14 @@ class BlockManager:
 
     def __init__(self, cache_config: CacheConfig, table_array: TableArray) -> None:
         self.block_size = cache_config.block_size
-        self.prefix_caching = cache_config.enable_prefix_caching
+        self.prefix_caching = cache_config.enable_prefix_caching and not cache_config.num_state_slots
         self._pack = Struct(f"{self.block_size}q").pack  # the tokens of a block as bytes
         self._watermark_blocks = math.ceil(cache_config.watermark * cache_config.num_blocks)
         self._allocator = BlockAllocator(cache_config.num_blocks)
         self.tables: dict[Sequence, list[int]] = {}
         self._host_allocator = BlockAllocator(cache_config.num_host_blocks)
         self._host_tables: dict[Sequence, list[int]] = {}
+        self.states = StateSlots(cache_config.num_state_slots, cache_config.num_host_state_slots)
         self.table_array = table_array
         self._rows = TableRows(table_array)
 
@@ -117,7 +121,7 @@ class BlockManager:
 
     def can_allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
         """Whether `allocate` would."""
-        return self._has_room(*self._plan(sequences), keep_watermark)
+        return self.states.have_room(sequences) and self._has_room(*self._plan(sequences), keep_watermark)
 
     def allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
         """Give the sequences blocks for all their tokens, and set how many of these tokens are computed already.
@@ -131,7 +135,7 @@ class BlockManager:
         preempted for them. Raises ValueError if a sequence holds blocks already.
         """
         num_new, found = self._plan(sequences)
-        if not self._has_room(num_new, found, keep_watermark):
+        if not (self.states.have_room(sequences) and self._has_room(num_new, found, keep_watermark)):
             return False
         for blocks in found:  # before any new block is taken, so that no found block is evicted for it
             for block in blocks:
@@ -149,6 +153,7 @@ class BlockManager:
             if len(sequences) > 1:
                 block_of.update(zip(hashes, table, strict=False))
             self.tables[sequence] = table
+        self.states.take(sequences)
         return True
 
     def append(self, sequence: Sequence) -> tuple[int, int] | None:
@@ -158,6 +163,11 @@ class BlockManager:
         the token's block was shared, returns the (src, dst) pair to copy before the token is written: copy-on-write.
         Raises ValueError if the sequence holds no blocks or lacks more than one, OutOfBlocksError if none is free.
         """
+        pair = self._append_block(sequence)
+        self.states.make_own(sequence)
+        return pair
+
+    def _append_block(self, sequence: Sequence) -> tuple[int, int] | None:
         table = self.block_table(sequence)
         num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
         num_missing = -(-num_tokens // self.block_size) - len(table)
@@ -206,10 +216,15 @@ class BlockManager:
         for block in table:
             self._allocator.fork(block)
         self.tables[child] = table
+        self.states.fork(parent, child)
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's blocks away, on the device or the host. Shared blocks stay with their other sequences.
         ValueError if it holds none."""
+        self._free_blocks(sequence)
+        self.states.free(sequence)
+
+    def _free_blocks(self, sequence: Sequence) -> None:
         if sequence in self._host_tables:
             for block in self._host_tables.pop(sequence):
                 self._host_allocator.free(block)
@@ -228,13 +243,20 @@ class BlockManager:
         self._allocator = BlockAllocator(self.num_blocks, self._allocator.pinned)
         self._host_tables = {}
         self._host_allocator = BlockAllocator(self._host_allocator.num_blocks)
+        self.states.clear()
         self._rows.clear()
 
     # ---- the array of a batch ---------------------------------------------------------------------------------------
 
     def place(self, batch: ScheduledBatch) -> None:
-        """Let row i of `table_array` be the block table of the i-th sequence. Plain decodes may change their order."""
+        """Let row i of `table_array` be the block table of the i-th sequence. Plain decodes may change their order.
+
+        Tell the batch the slots of the sequences' states, and which slots are to be copied.
+        """
         batch.table_writes = self._rows.place(batch.sequences, batch.num_plain, self.tables)
+        if self.states.num_slots:
+            batch.state_slots = [self.states.slot_of[scheduled.sequence] for scheduled in batch.sequences]
+            batch.state_copies = self.states.take_copies()
 
     # ---- swapping ---------------------------------------------------------------------------------------------------
 
@@ -246,12 +268,13 @@ class BlockManager:
         """
         tables = [self.block_table(sequence) for sequence in sequences]
         blocks = dict.fromkeys(block for table in tables for block in table)
-        if len(blocks) > self._host_allocator.num_free_blocks:
+        if len(blocks) > self._host_allocator.num_free_blocks or not self.states.host_has_room(sequences):
             return None
         host_of = {block: self._host_allocator.allocate() for block in blocks}
         host_tables = self._translate(sequences, tables, host_of, self._host_allocator)
+        self.states.swap_out(sequences)
         for sequence in sequences:
-            self.free(sequence)
+            self._free_blocks(sequence)
         self._host_tables |= host_tables
         return list(host_of.items())
 
@@ -277,14 +300,15 @@ class BlockManager:
         found = list(device_of.values())
         to_copy = list(dict.fromkeys(block for table in tables for block in table if block not in device_of))
         num_new = len(to_copy) + self._num_to_append(sequences, tables, self._host_allocator)
-        if not self._has_room(num_new, [found], keep_watermark):
+        if not (self.states.have_room(sequences) and self._has_room(num_new, [found], keep_watermark)):
             return None
         for block in found:
             self._allocator.fork(block)
         device_of.update((block, self._allocator.allocate()) for block in to_copy)
         device_tables = self._translate(sequences, tables, device_of, self._allocator)
+        self.states.swap_in(sequences)
         for sequence in sequences:
-            self.free(sequence)
+            self._free_blocks(sequence)
         self.tables |= device_tables
         return [(block, device_of[block]) for block in to_copy]
 
@@ -329,9 +353,10 @@ class BlockManager:
         return len(hashes) * self.block_size
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block's reference count is the number of tables that hold it, and
-        `table_array` has the tables of the sequences that have rows."""
+        """Raise AssertionError unless each block's reference count is the number of tables that hold it, `table_array` has
+        the tables of the sequences that have rows, and the sequences with blocks are those with slots."""
         self._rows.check_integrity(self.tables)
+        self.states.check_integrity(set(self.tables), set(self._host_tables))
         assert not self.tables.keys() & self._host_tables.keys(), "a sequence with blocks here and there"
         for allocator, tables in ((self._allocator, self.tables), (self._host_allocator, self._host_tables)):
             allocator.check_integrity()
@@ -375,8 +400,9 @@ class BlockManager:
 
     def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
         """The hashes of full blocks that are worth looking for. The block of the last token is left out, because that
-        token has to be computed. If the prompt's logits are asked for, there are none."""
-        if (alone and not self.prefix_caching) or sequence.prompt_logits_from is not None:
+        token has to be computed. If the prompt's logits are asked for, there are none; nor if the model keeps states,
+        because a sequence computes its own state from its first token."""
+        if (alone and not self.prefix_caching) or sequence.prompt_logits_from is not None or self.states.num_slots:
             return []
         num_blocks = (sequence.num_tokens - 1) // self.block_size
         return self._hashes(sequence, num_blocks)[:num_blocks]

@@ -1,0 +1,120 @@
+"""From a sequence to the slot of its state, for a model whose layers keep more between tokens than keys and values.
+
+The states of all such layers are one slot. A sequence takes a slot with its first block, and gives it back with its
+last. Forked sequences share a slot until one of them is about to run: that sequence gets a slot of its own, to which
+the state is copied first. A sequence that is swapped out takes its state along to a slot in host memory.
+
+As many slots as sequences may run at once are enough, so a slot is always free when a running sequence needs one.
+"""
+
+from pagedattn_serve.scheduling.block_allocator import BlockAllocator
+from pagedattn_serve.scheduling.sequence import Sequence, StateCopies
+
+
+class StateSlots:
+    """The slots of the sequences that hold blocks. If there are no slots, because the model keeps no states, every
+    method does nothing.
+
+    slot_of: to be read only.
+    """
+
+    def __init__(self, num_slots: int, num_host_slots: int) -> None:
+        self.num_slots = num_slots
+        self._num_host_slots = num_host_slots
+        self.clear()
+
+    def clear(self) -> None:
+        """Take the slots of all sequences away, whatever state the tables are in."""
+        self.slot_of: dict[Sequence, int] = {}
+        self._allocator = BlockAllocator(self.num_slots)
+        self._host_slot_of: dict[Sequence, int] = {}
+        self._host_allocator = BlockAllocator(self._num_host_slots)
+        self._copies = StateCopies()
+
+    @property
+    def num_used_slots(self) -> int:
+        """Slots that at least one sequence holds; a shared slot counts once."""
+        return self._allocator.num_owned_blocks
+
+    def have_room(self, sequences: list[Sequence]) -> bool:
+        """Whether there is a slot for each of the sequences."""
+        return not self.num_slots or len(sequences) <= self._allocator.num_free_blocks
+
+    def host_has_room(self, sequences: list[Sequence]) -> bool:
+        """Whether the states of the sequences, which have slots, could be swapped out."""
+        return len({self.slot_of[each] for each in self._with_slots(sequences)}) <= self._host_allocator.num_free_blocks
+
+    def take(self, sequences: list[Sequence]) -> None:
+        """Give each of the sequences a slot. What the slot holds does not count."""
+        if self.num_slots:
+            self.slot_of.update((sequence, self._allocator.allocate()) for sequence in sequences)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` share the parent's slot."""
+        if self.num_slots:
+            slot = self.slot_of[child] = self.slot_of[parent]
+            self._allocator.fork(slot)
+
+    def make_own(self, sequence: Sequence) -> None:
+        """Before the sequence runs: if it shares its slot, give it another, to which the state is copied."""
+        if self.num_slots and self._allocator.ref_count(shared := self.slot_of[sequence]) > 1:
+            slot = self.slot_of[sequence] = self._allocator.allocate()
+            self._allocator.free(shared)
+            self._copies.to_copy.append((shared, slot))
+
+    def free(self, sequence: Sequence) -> None:
+        """Take the sequence's slot away, on the device or the host."""
+        if sequence in self._host_slot_of:
+            self._host_allocator.free(self._host_slot_of.pop(sequence))
+        elif self.num_slots:
+            self._allocator.free(self.slot_of.pop(sequence))
+
+    def swap_out(self, sequences: list[Sequence]) -> None:
+        """Move the states to the host. Slots that are shared on the device are shared there, too."""
+        moved = self._move(self._with_slots(sequences), self.slot_of, self._allocator, self._host_allocator)
+        self._host_slot_of |= moved[0]
+        self._copies.to_swap_out += moved[1]
+
+    def swap_in(self, sequences: list[Sequence]) -> None:
+        """Move the states back to the device."""
+        moved = self._move(self._with_slots(sequences), self._host_slot_of, self._host_allocator, self._allocator)
+        self.slot_of |= moved[0]
+        self._copies.to_swap_in += moved[1]
+
+    def take_copies(self) -> StateCopies:
+        """The copies of slots that were asked for since the last call."""
+        copies, self._copies = self._copies, StateCopies()
+        return copies
+
+    def check_integrity(self, sequences: set[Sequence], host_sequences: set[Sequence]) -> None:
+        """Raise AssertionError unless these sequences have slots, which are used as often as counted."""
+        expected = (sequences, host_sequences) if self.num_slots else (set(), set())
+        for slot_of, allocator, holders in (
+            (self.slot_of, self._allocator, expected[0]),
+            (self._host_slot_of, self._host_allocator, expected[1]),
+        ):
+            allocator.check_integrity()
+            assert slot_of.keys() == holders, "sequences with blocks and those with states differ"
+            counts = [0] * allocator.num_blocks
+            for slot in slot_of.values():
+                counts[slot] += 1
+            assert counts == allocator.ref_counts(), f"slots in use {counts}, counted {allocator.ref_counts()}"
+
+    def _with_slots(self, sequences: list[Sequence]) -> list[Sequence]:
+        return sequences if self.num_slots else []
+
+    def _move(
+        self, sequences: list[Sequence], slot_of: dict[Sequence, int], source: BlockAllocator, target: BlockAllocator
+    ) -> tuple[dict[Sequence, int], list[tuple[int, int]]]:
+        """The slots of the sequences in the other pool, and the pairs to copy."""
+        moved: dict[int, int] = {}
+        places: dict[Sequence, int] = {}
+        for sequence in sequences:
+            slot = slot_of.pop(sequence)
+            if slot in moved:
+                target.fork(moved[slot])
+            else:
+                moved[slot] = target.allocate()
+            places[sequence] = moved[slot]
+            source.free(slot)
+        return places, list(moved.items())
