@@ -2,6 +2,7 @@
 cache for each layer. And what the families with a file of their own share.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,6 +47,37 @@ class LastRows(NamedTuple):
     sampling: Tensor
 
 
+class StateShape(NamedTuple):
+    """What one state of a sequence is, for a layer that keeps more between tokens than keys and values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SequenceRows(NamedTuple):
+    """A sequence in a step: its first row, how many rows it has, and the slot of its states.
+
+    is_new: whether these are its first tokens. Then what the slot holds does not count.
+    """
+
+    begin: int
+    num_rows: int
+    slot: int
+    is_new: bool
+
+
+class StepStates(NamedTuple):
+    """The states of the model, each [num_slots, *shape] in the order of `CausalLM.states`, and who has rows in the
+    step."""
+
+    tensors: Sequence[Tensor]
+    rows: list[SequenceRows]
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """Where the new tokens of one step go in the cache, and what they see there.
@@ -57,6 +89,7 @@ class AttentionMetadata:
     sampling_rows: int64 [n], the rows whose logits are asked for; none if every sequence is amid its prompt.
     max_seq_len: at least each of seq_lens. None in a graph that is replayed with other lengths: as long as the tables.
     last_rows: the rows of the last layer, which no other layer attends to. None: all.
+    states: for a model that keeps states; else None.
     """
 
     slot_mapping: Tensor
@@ -66,6 +99,7 @@ class AttentionMetadata:
     sampling_rows: Tensor
     max_seq_len: int | None = None
     last_rows: LastRows | None = None
+    states: StepStates | None = None
 
     def rows_of_layers(self, num_layers: int) -> list[LastRows | None]:
         """The rows that each layer has to return; None is all."""
@@ -83,6 +117,7 @@ class CausalLM(nn.Module):
     head_size: the size of a key in the cache. A narrower value is padded to this size.
     head: the name of the last layer, to the vocabulary.
     num_heads, num_kv_heads: where ranks share the model, those of this rank. vocab_size is always the whole.
+    states: what a sequence keeps between tokens beside keys and values.
     """
 
     runs: str
@@ -95,6 +130,7 @@ class CausalLM(nn.Module):
     vocab_size: int
     max_model_len: int
     head: str
+    states: Sequence[StateShape] = ()
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
