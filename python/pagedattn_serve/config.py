@@ -198,7 +198,7 @@ class CacheConfig:
 
     watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
     num_host_blocks: blocks of the pool in host memory that others are swapped out to.
-    kv_scales: (k_scale, v_scale) of each layer, for a cache in fp8; None: all are 1.
+    kv_scales: (k_scale, v_scale) of each layer with a cache of its own, for a cache in fp8; None: all are 1.
     num_state_slots: sequences whose states have room, for a model whose layers keep a state; 0: the model keeps none.
     num_host_state_slots: the same in host memory, for sequences that are swapped out.
     """

@@ -101,7 +101,7 @@ class LLMEngine:
             causal_lm = load_model(
                 directory, model_config.dtype, device, model_config.quantization, partition, on_loading
             )
-            scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, causal_lm.num_layers)
+            scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, causal_lm.layers_of_caches())
             scheduler_config = limit_to_model(scheduler_config, causal_lm)
             cache_config = limit_to_memory(replace(cache_config, kv_scales=scales), causal_lm, scheduler_config, device)
             if workers is not None:

@@ -62,6 +62,7 @@ class ModelShape:
     num_parameters: all, which memory has to hold.
     num_layer_parameters: of what every token is multiplied with.
     num_head_parameters: of the last layer, to the vocabulary. Only tokens that sample are multiplied with it.
+    num_kv_heads, head_size: where layers differ, the fewest and the largest.
     parameter_bytes: of one parameter. token_bytes: of the keys and values of one token, over all layers.
     """
 

@@ -24,8 +24,8 @@ def info(args: argparse.Namespace) -> int:
         ("parameters", f"{num_parameters:,} ({num_parameters * model.dtype.itemsize:,} bytes)"),
         ("dtype", str(model.dtype).removeprefix("torch.")),
         ("linear layers", f"{linear_layers} (on the CPU)"),
-        ("layers", f"{model.num_layers}"),
-        ("heads", f"{model.num_heads} query, {model.num_kv_heads} key-value, of size {model.head_size}"),
+        ("layers", model.describe_layers()),
+        ("heads", f"{model.num_heads} query, {model.describe_caches()}"),
         ("vocabulary", f"{model.vocab_size:,}"),
         ("max_model_len", f"{model.max_model_len:,} tokens"),
         (

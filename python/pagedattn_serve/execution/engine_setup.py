@@ -9,8 +9,9 @@ import torch
 import pagedattn_ext
 from pagedattn_serve.config import DEFAULT_WATERMARK, UNBOUNDED, CacheConfig, SchedulerConfig, check_int
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.execution.cache_engine import bytes_per_block, choose_cache_dtype
+from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
+from pagedattn_serve.models.cache_shape import bytes_per_block
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
@@ -32,9 +33,9 @@ def num_held_blocks(config: SchedulerConfig, block_size: int) -> int:
 
 
 def block_bytes_of(model: CausalLM, block_size: int, kv_cache_dtype: str = "auto") -> int:
-    """Bytes that one block of the model's cache takes over all layers."""
+    """Bytes that one block takes over all caches of the model."""
     dtype = choose_cache_dtype(kv_cache_dtype, model.dtype)
-    return bytes_per_block(model.num_layers, model.num_kv_heads, model.head_size, block_size, dtype)
+    return bytes_per_block(model.cache_shapes, block_size, dtype)
 
 
 def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: int, kv_cache_dtype: str = "auto") -> int:

@@ -79,10 +79,8 @@ class StepRunner:
         self.device = device
         self.block_size = cache_config.block_size
         self.cache_engine = CacheEngine(
-            model.num_layers,
+            model.cache_shapes,
             cache_config.num_blocks,
-            model.num_kv_heads,
-            model.head_size,
             self.block_size,
             choose_cache_dtype(cache_config.kv_cache_dtype, model.dtype),
             device,

@@ -1,10 +1,12 @@
-"""Scales of fp8 caches, (k_scale, v_scale) of each layer: as checkpoints name them, and as users give them."""
+"""Scales of fp8 caches, (k_scale, v_scale) of each layer with a cache of its own: as checkpoints name them, and as
+users give them.
+"""
 
 import json
 import math
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +32,9 @@ def is_kv_scale(name: str) -> bool:
     return SCALE_NAME.search(name) is not None
 
 
-def scales_in_checkpoint(tensors: Iterable[tuple[str, "Tensor"]], num_layers: int) -> KVScales | None:
-    """The scales among a checkpoint's tensors; None if there are none. Raises ValueError if some are missing, or if a
-    scale is not one number."""
+def scales_in_checkpoint(tensors: Iterable[tuple[str, "Tensor"]], layers: Sequence[int]) -> KVScales | None:
+    """The scales of these layers among a checkpoint's tensors; None if there are none. Raises ValueError if some are
+    missing, or if a scale is not one number."""
     found: dict[tuple[int, str], float] = {}
     for name, tensor in tensors:
         if match := SCALE_NAME.search(name):
@@ -42,12 +44,12 @@ def scales_in_checkpoint(tensors: Iterable[tuple[str, "Tensor"]], num_layers: in
                 found[int(match[1]), letter] = float(tensor)
     if not found:
         return None
-    wanted = [(layer, letter) for layer in range(num_layers) for letter in "kv"]
+    wanted = [(layer, letter) for layer in layers for letter in "kv"]
     if missing := [f"{letter}_scale of layer {layer}" for layer, letter in wanted if (layer, letter) not in found]:
         raise ArgumentError(
-            "kv_scales", f"two for each of {num_layers} layers in the checkpoint, but {missing[0]} is missing"
+            "kv_scales", f"two for each of {len(layers)} layers in the checkpoint, but {missing[0]} is missing"
         )
-    return check_scales([(found[layer, "k"], found[layer, "v"]) for layer in range(num_layers)], num_layers)
+    return check_scales([(found[layer, "k"], found[layer, "v"]) for layer in layers], len(layers))
 
 
 def given_scales(kv_scales: Any, num_layers: int | None) -> KVScales:

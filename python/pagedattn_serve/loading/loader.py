@@ -1,7 +1,7 @@
 """From a Hugging Face directory to a model: what config.json says of it, then its weights."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -198,20 +198,19 @@ def read_config(file: Path) -> Any:
         raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
 
 
-def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, num_layers: int) -> KVScales | None:
+def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, layers: Sequence[int]) -> KVScales | None:
     """Scales for an fp8 cache: the given scales, else the checkpoint's, else None, which means 1, with a warning.
 
+    layers: those with a cache of their own.
     given: what `given_scales` takes, or None. Raises what `given_scales` raises.
     """
     if kv_cache_dtype not in FP8_DTYPES:
         return None
     if given is not None:
-        return given_scales(given, num_layers)
+        return given_scales(given, len(layers))
     with OpenFiles() as open_files:
         tensors = open_checkpoint(directory, open_files)
-        scales = scales_in_checkpoint(
-            ((name, read()) for name, read in tensors.items() if is_kv_scale(name)), num_layers
-        )
+        scales = scales_in_checkpoint(((name, read()) for name, read in tensors.items() if is_kv_scale(name)), layers)
     if scales is None:
         logger.warning(
             "kv_cache_dtype=%s: keys and values are not scaled, as neither the checkpoint nor kv_scales says how; "

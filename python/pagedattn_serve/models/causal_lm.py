@@ -1,8 +1,9 @@
-"""What the engine needs of a model, whichever way it runs, and what it gives the model: the metadata of a step, and a
-cache for each layer. And what the families with a file of their own share.
+"""What the engine needs of a model, whichever way it runs, and what it gives the model: the metadata of a step, and the
+caches of its layers. And what the families with a file of their own share.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pagedattn_serve.models.cache_shape import CacheShape
 from pagedattn_serve.models.partition import (
     GatheredLinear,
     Partition,
@@ -23,7 +25,7 @@ from pagedattn_serve.models.partition import (
 
 
 class KVCache(NamedTuple):
-    """The cache of one layer; the layout is that of `pagedattn_ext.ops`.
+    """The cache of a layer, or of several that share it; the layout is that of `pagedattn_ext.ops`.
 
     k_scale, v_scale: an fp8 cache holds keys and values divided by these scales; fp32, one element. None is 1.
     """
@@ -114,10 +116,13 @@ class CausalLM(nn.Module):
     """Token ids to logits.
 
     runs: what computes the model, in words. max_model_len: positions that the model knows.
-    head_size: the size of a key in the cache. A narrower value is padded to this size.
+    num_heads: query heads of a layer, the most that one has.
+    cache_shapes: of the caches that the engine keeps for the model. All have a slot for each token of a sequence.
+    cache_of_layer: which of the caches each layer attends to. Several layers may attend to one cache, which the first
+        of them writes. None: the layer does not attend.
     head: the name of the last layer, to the vocabulary.
-    num_heads, num_kv_heads: where ranks share the model, those of this rank. vocab_size is always the whole.
     states: what a sequence keeps between tokens beside keys and values.
+    Where ranks share the model, heads and shapes are those of this rank. vocab_size is always the whole.
     """
 
     runs: str
@@ -125,8 +130,8 @@ class CausalLM(nn.Module):
     dtype: torch.dtype
     num_layers: int
     num_heads: int
-    num_kv_heads: int
-    head_size: int
+    cache_shapes: list[CacheShape]
+    cache_of_layer: list[int | None]
     vocab_size: int
     max_model_len: int
     head: str
@@ -135,12 +140,35 @@ class CausalLM(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        """token_ids, positions: int64 [num_tokens]. Returns the logits of the rows that sample, [n, vocab_size]."""
+        """token_ids, positions: int64 [num_tokens]. kv_caches: one for each of cache_shapes. Returns the logits of the
+        rows that sample, [n, vocab_size]."""
         raise NotImplementedError
+
+    def layers_of_caches(self) -> list[int]:
+        """The layer that writes each of the caches."""
+        return [self.cache_of_layer.index(cache) for cache in range(len(self.cache_shapes))]
+
+    def describe_layers(self) -> str:
+        """How many layers there are, and how many of them have no cache of their own."""
+        without = self.cache_of_layer.count(None)
+        sharing = self.num_layers - without - len(self.cache_shapes)
+        notes = [f"{sharing} attend to an earlier layer's cache"] * (sharing > 0)
+        notes += [f"{without} do not attend"] * (without > 0)
+        return f"{self.num_layers}" + (f" ({', '.join(notes)})" if notes else "")
+
+    def describe_caches(self) -> str:
+        """The heads of the caches, and, where the caches differ, how many have them."""
+        counts = Counter(self.cache_shapes)
+        return "; ".join(
+            f"{shape.num_kv_heads} key-value, of size {shape.head_size}"
+            + (f" ({count} of {len(self.cache_shapes)} caches)" if len(counts) > 1 else "")
+            for shape, count in counts.items()
+        )
 
 
 class NativeCausalLM(CausalLM):
-    """A family of this package. Parameters have the names of the checkpoint, except in converted layers.
+    """A family of this package; each of its layers has a cache, all of one shape. Parameters have the names of the
+    checkpoint, except in converted layers.
 
     PREFIX: what all names but lm_head's begin with: that of the module that computes the rows of the last layer, before
         lm_head, [n, hidden_size]. Checkpoints of the model without its head leave the prefix out.
@@ -172,7 +200,6 @@ class NativeCausalLM(CausalLM):
         self.num_layers = config.num_hidden_layers
         num_heads: int = config.num_attention_heads
         num_kv_heads = num_kv_heads or num_heads
-        self.head_size = head_size or config.hidden_size // num_heads
         self.vocab_size = config.vocab_size
         if head_size is None and config.hidden_size % num_heads:
             raise ValueError(
@@ -184,7 +211,9 @@ class NativeCausalLM(CausalLM):
             )
         self.partition = partition
         self.num_heads = partition.heads(num_heads).size
-        self.num_kv_heads = partition.kv_heads(num_kv_heads).size
+        shape = CacheShape(partition.kv_heads(num_kv_heads).size, head_size or config.hidden_size // num_heads)
+        self.cache_shapes = [shape] * self.num_layers
+        self.cache_of_layer = list(range(self.num_layers))
 
     def make_lm_head(self, config: Any, embedding: SlicedEmbedding) -> None:
         """The last layer, to the vocabulary; it has the weight of `embedding` if the config ties them."""

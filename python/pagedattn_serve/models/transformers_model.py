@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from pagedattn_ext import allocate_kv_cache, padded_head_size
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.models.cache_shape import allocate_caches
 from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache, misfit
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.partition import SINGLE, Partition
@@ -65,18 +65,18 @@ class TransformersCausalLM(CausalLM):
             text_config = config.get_text_config()
             self.model = build(config, dtype)
             self.max_model_len = max_model_len(text_config)
-            shape = run_trial(self.model, text_config)
+            shapes = run_trial(self.model, text_config)
             self.head = f"model.{name_of(self.model, self.model.get_output_embeddings())}"
         except Exception as error:  # also what a model runs into that expects a mask, or numbers
             raise self.refusal(error) from None
         self.partition = partition
-        self.slices = None if partition.world_size == 1 else self.slice(shape)
+        self.slices = None if partition.world_size == 1 else self.slice(shapes)
         if self.slices is not None:
-            shape = self.slices.attention
+            shapes = self.slices.attention
         self.num_layers = text_config.num_hidden_layers
-        self.num_heads = shape.num_heads
-        self.num_kv_heads = shape.num_kv_heads
-        self.head_size = max(shape.key_size, shape.value_size)
+        self.num_heads = max(shape.num_heads for shape in shapes.values())
+        self.cache_shapes = [shapes[layer].cache_shape for layer in range(self.num_layers)]
+        self.cache_of_layer = list(range(self.num_layers))
         self.vocab_size = text_config.vocab_size
         self.step = Step()
 
@@ -106,13 +106,13 @@ class TransformersCausalLM(CausalLM):
             reason = f"its logits are not those that it has with its own attention, they differ by {difference:.1%}"
             raise self.refusal(Refusal(reason))
 
-    def slice(self, shape: AttentionShape) -> Slices:
+    def slice(self, shapes: dict[int, AttentionShape]) -> Slices:
         """The rank's slices, which the model without weights is made of.
 
-        shape: that of the whole model. Raises ArgumentError if ranks cannot share the model.
+        shapes: those of the whole model. Raises ArgumentError if ranks cannot share the model.
         """
         try:
-            slices = Slices(self.model, shape, self.partition)
+            slices = Slices(self.model, shapes, self.partition)
             slices.cut_all(self.model)
             slices.make_slices(self.model)
             with joined(self.model, slices.joins_alone()):
@@ -160,13 +160,8 @@ class TransformersCausalLM(CausalLM):
         A rank that has slices computes with them alone, without the other ranks.
         """
         block_size, device = 8, self.model.device
-        head_size = padded_head_size(self.head_size, self.dtype)
-        kv_caches = [
-            KVCache(key_cache, value_cache)
-            for key_cache, value_cache in allocate_kv_cache(
-                4, self.num_kv_heads, head_size, block_size, self.dtype, device, num_layers=self.num_layers
-            )
-        ]
+        pairs = allocate_caches(self.cache_shapes, 4, block_size, self.dtype, device)
+        kv_caches = [KVCache(*pair) for pair in pairs]
         begin, end = (0, self.vocab_size) if self.slices is None else self.slices.vocabulary.ranges[0]
         sequences = [begin + (torch.arange(n, device=device) * 7 + n) % min(end - begin, 1000) for n in (11, 6)]
         expected = self.alone(sequences)

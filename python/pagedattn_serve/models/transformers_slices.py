@@ -69,15 +69,15 @@ class Slices:
         without a cut is whole on each rank.
     words: what the plan says of the modules that ranks share, by the module's name.
     vocabulary: the tokens whose embeddings the rank holds.
-    attention: what the rank's slices of the layers ask of attention.
+    attention: what the rank's slices of the layers ask of attention, by layer.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: AttentionShape, partition: Partition) -> None:
+    def __init__(self, model: PreTrainedModel, attention: dict[int, AttentionShape], partition: Partition) -> None:
         """model: whole, on any device. attention: what its whole layers ask of attention.
 
         Raises Refusal for a plan that is not supported, and ArgumentError for a number of ranks that is not.
         """
-        self.whole_attention = self.attention = attention
+        self.whole_attention, self.attention = attention, dict(attention)
         self.partition = partition
         self.cuts: dict[str, tuple[int, Share]] = {}
         self.words: dict[str, str] = {}
@@ -107,17 +107,19 @@ class Slices:
             half = self.share(model, layer, word.removeprefix("packed_"), size // 2)
             return one_after_another(half, half)
         parent, _, last_name = layer.rpartition(".")
-        if word in ("colwise", "rowwise") and hasattr(model.get_submodule(parent), "layer_idx"):
-            return self.share_of_heads(last_name, word, size)
+        layer_idx = getattr(model.get_submodule(parent), "layer_idx", None)
+        if word in ("colwise", "rowwise") and layer_idx is not None:
+            return self.share_of_heads(layer_idx, last_name, word, size)
         if size < self.partition.world_size:
             raise self.partition.refusal(f"at most {size}, the size of what ranks share of {in_plan(layer)}")
         return split(size, self.partition.rank, self.partition.world_size)
 
-    def share_of_heads(self, name: str, word: str, size: int) -> Share:
-        """The share of an axis of attention, whose elements are those of heads. name: of the layer, or a parameter."""
-        num_heads, num_kv_heads = self.whole_attention.num_heads, self.whole_attention.num_kv_heads
+    def share_of_heads(self, layer_idx: int, name: str, word: str, size: int) -> Share:
+        """The share of an axis of attention, whose elements are those of heads. name: of the module, or a parameter."""
+        whole = self.whole_attention[layer_idx]
+        num_heads, num_kv_heads = whole.num_heads, whole.num_kv_heads
         heads, kv_heads = self.partition.heads(num_heads), self.partition.kv_heads(num_kv_heads)
-        self.attention = replace(self.whole_attention, num_heads=heads.size, num_kv_heads=kv_heads.size)
+        self.attention[layer_idx] = replace(whole, num_heads=heads.size, num_kv_heads=kv_heads.size)
         if num_kv_heads % self.partition.world_size == 0:
             return split(size, self.partition.rank, self.partition.world_size)  # whichever heads they are
         if name in ("k_proj", "v_proj"):
@@ -196,10 +198,10 @@ class Slices:
             elif word == WHOLE_EXPERTS:
                 layer.num_experts = self.experts(name).size
                 layer._is_expert_parallel = True  # so it leaves out the tokens of an expert with the number num_experts
-        whole, own = (shape.num_heads // shape.num_kv_heads for shape in (self.whole_attention, self.attention))
         for layer in model.modules():
-            if own != whole and hasattr(layer, "num_key_value_groups"):  # for transformers' own attention
-                layer.num_key_value_groups = own
+            if hasattr(layer, "num_key_value_groups"):  # for transformers' own attention
+                own = self.attention[layer.layer_idx]
+                layer.num_key_value_groups = own.num_heads // own.num_kv_heads
 
     def experts(self, name: str) -> Share:
         """The experts that the rank holds of the module called `name`."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
+from pagedattn_serve.models.cache_shape import CacheShape
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
@@ -35,6 +36,10 @@ class AttentionShape:
     num_kv_heads: int
     key_size: int
     value_size: int
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(self.num_kv_heads, max(self.key_size, self.value_size))
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,9 +114,9 @@ def check_mask(layer: int, mask: object, sliding_window: int | None) -> None:
         raise Refusal(f"the mask of layer {layer} shows something else than {window}")
 
 
-def run_trial(model: PreTrainedModel, config: Any) -> AttentionShape:
-    """The attention of every layer of `model`, which is on "meta" and has the text config `config`. Raises Refusal for
-    what cannot run. Raises any other exception if the model expects a mask, or numbers."""
+def run_trial(model: PreTrainedModel, config: Any) -> dict[int, AttentionShape]:
+    """What each layer of `model` asks of attention. The model is on "meta" and has the text config `config`. Raises
+    Refusal for what cannot run. Raises any other exception if the model expects a mask, or numbers."""
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
         raise Refusal(f"it has layers of type {min(unknown)}")
@@ -128,17 +133,14 @@ def run_trial(model: PreTrainedModel, config: Any) -> AttentionShape:
         raise Refusal("its layers do not call transformers' attention interface")
     if sorted(trial.shapes) != list(range(config.num_hidden_layers)):
         raise Refusal(f"of its {config.num_hidden_layers} layers, {len(trial.shapes)} attend to keys and values")
-    if len(set(trial.shapes.values())) > 1:
-        raise Refusal("its layers differ in the number or size of their heads")
-    shape = trial.shapes[0]
-    if (size := max(shape.key_size, shape.value_size)) > MAX_HEAD_SIZE:
+    if (size := max(shape.cache_shape.head_size for shape in trial.shapes.values())) > MAX_HEAD_SIZE:
         raise Refusal(f"its heads of size {size} are larger than the ops know, up to {MAX_HEAD_SIZE}")
     uses_windows = getattr(config, "layer_types", None) is not None or set(trial.windows.values()) != {None}
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if not uses_windows and window is not None and window < config.max_position_embeddings:
         # Without this, transformers' cache would drop tokens behind the window, even where layers have no window.
         raise Refusal(f"its config has a sliding_window of {window}, which its layers do not use")
-    return shape
+    return trial.shapes
 
 
 def give_to_layers(model: PreTrainedModel, state: object) -> None:

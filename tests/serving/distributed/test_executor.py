@@ -47,9 +47,10 @@ def test_tokens_are_those_of_hugging_face(engine: LLMEngine, llama: Checkpoint) 
 
 def test_a_rank_has_a_slice(engine: LLMEngine, llama: Checkpoint) -> None:
     whole, slice = load_model(llama.path), engine.model_runner.model
-    assert (slice.num_heads, slice.num_kv_heads) == (whole.num_heads // 2, whole.num_kv_heads // 2)
+    num_kv_heads = slice.cache_shapes[0].num_kv_heads
+    assert (slice.num_heads, num_kv_heads) == (whole.num_heads // 2, whole.cache_shapes[0].num_kv_heads // 2)
     [key_cache, *_] = engine.model_runner.cache_engine.kv_caches[0]
-    assert key_cache.shape[1] == slice.num_kv_heads or key_cache.shape[2] == slice.num_kv_heads
+    assert key_cache.shape[1] == num_kv_heads
 
 
 def test_each_rank_says_how_far_it_has_loaded(llama: Checkpoint, ranks: StartedRanks) -> None:

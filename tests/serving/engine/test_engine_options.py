@@ -245,14 +245,14 @@ def test_wrong_options(llama: Checkpoint, options: dict[str, Any], error: type[E
 
 def test_a_pool_on_the_host_that_does_not_fit(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is about the pool, not about the cache."""
-    allocate = cache_engine.allocate_kv_cache
+    allocate = cache_engine.allocate_caches
 
     def allocate_on_device(*args: Any, **options: Any) -> Any:
         if "pin_memory" in options:
             raise RuntimeError("no memory for the pool")
         return allocate(*args, **options)
 
-    monkeypatch.setattr(cache_engine, "allocate_kv_cache", allocate_on_device)
+    monkeypatch.setattr(cache_engine, "allocate_caches", allocate_on_device)
     with pytest.raises(MemoryError, match=r"^swap_space: expected a pool that fits .*no memory for the pool"):
         LLMEngine(llama.path)
 

@@ -1,4 +1,4 @@
-"""CacheEngine: blocks go to the host and come back, in every layer; on CUDA in the right order, whatever is late.
+"""CacheEngine: blocks go to the host and come back, in every cache; on CUDA in the right order, whatever is late.
 
 The order is tested on a device that is made up: streams are queues of functions, and chance says which goes on.
 """
@@ -16,17 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pagedattn_ext import allocate_kv_cache, ops
+from pagedattn_ext import ops
 from pagedattn_serve.execution import cache_engine
 from pagedattn_serve.execution.cache_engine import CacheEngine
+from pagedattn_serve.models.cache_shape import CacheShape, allocate_caches
 from pagedattn_serve.models.causal_lm import KVCache
 
-NUM_LAYERS, NUM_BLOCKS, NUM_HOST_BLOCKS = 3, 6, 5
+SHAPES = [CacheShape(2, 12), CacheShape(1, 20), CacheShape(2, 12), CacheShape(3, 8)]
+NUM_CACHES, NUM_BLOCKS, NUM_HOST_BLOCKS = len(SHAPES), 6, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def make_engine(device: str = "cpu", dtype: torch.dtype = torch.float32) -> CacheEngine:
-    engine = CacheEngine(NUM_LAYERS, NUM_BLOCKS, 2, 12, 8, dtype, device, NUM_HOST_BLOCKS)
+    engine = CacheEngine(SHAPES, NUM_BLOCKS, 8, dtype, device, NUM_HOST_BLOCKS)
     generator = torch.Generator().manual_seed(0)
     for cache in tensors(engine):
         bits = cache.view(torch.uint8)
@@ -48,7 +50,7 @@ def bits(tensor: Tensor) -> Tensor:
 def test_blocks_go_out_and_come_back(dtype: torch.dtype) -> None:
     engine = make_engine(dtype=dtype)
     before = [bits(cache) for cache in tensors(engine)]
-    num_pools = 2 * NUM_LAYERS
+    num_pools = 2 * NUM_CACHES
     engine.swap_out([(4, 0), (1, 3)])
     for device, host, old in zip(before, tensors(engine)[num_pools:], before[num_pools:], strict=False):
         assert torch.equal(bits(host[[0, 3]]), device[[4, 1]])
@@ -62,7 +64,7 @@ def test_blocks_go_out_and_come_back(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_blocks_are_copied_in_every_layer(dtype: torch.dtype) -> None:
+def test_blocks_are_copied_in_every_cache(dtype: torch.dtype) -> None:
     engine = make_engine(dtype=dtype)
     before = [bits(cache) for cache in tensors(engine)]
     engine.copy([(4, 0), (4, 2)])
@@ -82,10 +84,10 @@ def test_a_block_that_there_is_not(method: str, pair: tuple[int, int]) -> None:
 
 def test_a_pool_that_does_not_fit() -> None:
     message = (
-        r"^swap_space: expected a pool that fits .* got 1,000,000,000,000 blocks of 8 tokens, 4,608,000,000,000,000 b"
+        r"^swap_space: expected a pool that fits .* got 1,000,000,000,000 blocks of 8 tokens, 5,888,000,000,000,000 b"
     )
     with pytest.raises(MemoryError, match=message):
-        CacheEngine(3, 4, 2, 12, 8, torch.float32, "cpu", num_host_blocks=10**12)
+        CacheEngine(SHAPES, 4, 8, torch.float32, "cpu", num_host_blocks=10**12)
 
 
 def test_a_pool_takes_memory_as_it_is_written() -> None:
@@ -94,7 +96,7 @@ def test_a_pool_takes_memory_as_it_is_written() -> None:
             return int(file.read().split()[1]) * 4096
 
     before = resident()
-    engine = CacheEngine(2, 4, 8, 128, 16, torch.float32, "cpu", num_host_blocks=4096)
+    engine = CacheEngine([CacheShape(8, 128)] * 2, 4, 16, torch.float32, "cpu", num_host_blocks=4096)
     assert resident() - before < 100 << 20 < sum(cache.nbytes for caches in engine.host_caches for cache in caches)
 
 
@@ -184,15 +186,15 @@ class HostTensor(Tensor):
 
 @contextmanager
 def made_up_cuda() -> Iterator[Cuda]:
-    def allocate(*arguments: Any, num_layers: int, **_: object) -> list[tuple[Tensor, Tensor]]:
-        return allocate_kv_cache(*arguments[:5], num_layers=num_layers)
+    def allocate(*arguments: Any, **_: object) -> list[tuple[Tensor, Tensor]]:
+        return allocate_caches(*arguments[:4])
 
     def tensor(values: object, dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).as_subclass(HostTensor)
 
     cuda = Cuda()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_engine, "allocate_kv_cache", allocate)
+        patch.setattr(cache_engine, "allocate_caches", allocate)
         patch.setattr(cache_engine, "ops", cuda)
         fake_torch = SimpleNamespace(cuda=cuda, tensor=tensor, device=torch.device, int64=torch.int64)
         patch.setattr(cache_engine, "torch", fake_torch)
@@ -251,7 +253,7 @@ def test_nothing_is_read_or_written_too_early(steps: list[dict[str, Any]], chanc
     assert all(map(torch.equal, tensors(on_cuda), tensors(on_cpu)))
 
 
-def test_a_layer_waits_for_its_own_copies_alone() -> None:
+def test_a_cache_waits_for_its_own_copies_alone() -> None:
     seen: list[float] = []
     with made_up_cuda() as cuda:
         engine = make_engine("cuda")
@@ -265,4 +267,4 @@ def test_a_layer_waits_for_its_own_copies_alone() -> None:
                 pass
             num_layers_done.append(len(seen) // 2)
             copies.advance()
-    assert sorted(set(num_layers_done)) == list(range(NUM_LAYERS))  # the last one follows the last copy
+    assert sorted(set(num_layers_done)) == list(range(NUM_CACHES))  # the last one follows the last copy

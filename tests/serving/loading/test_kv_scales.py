@@ -76,7 +76,7 @@ def test_scales_in_a_checkpoint(
     tensors = [
         (name, tensor.view(shape).to(dtype) if tensor.dim() == 0 else tensor) for name, tensor in named(*endings)
     ]
-    assert scales_in_checkpoint(tensors, 2) == expected
+    assert scales_in_checkpoint(tensors, range(2)) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_scales_in_a_checkpoint(
 )
 def test_wrong_scales_in_a_checkpoint(tensors: list[tuple[str, Tensor]], num_layers: int, message: str) -> None:
     with pytest.raises(ValueError, match=f"^kv_scales: .*{message}"):
-        scales_in_checkpoint(tensors, num_layers)
+        scales_in_checkpoint(tensors, range(num_layers))
 
 
 FORMS: list[tuple[Any, Any]] = [

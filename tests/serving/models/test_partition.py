@@ -21,10 +21,10 @@ from thread_ranks import Ranks, ThreadCommunicator, run_ranks
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from pagedattn_ext import allocate_kv_cache, padded_head_size
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.loading.weights import checkpoint_shapes
+from pagedattn_serve.models.cache_shape import allocate_caches
 from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache, NativeCausalLM
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
 from pagedattn_serve.models.partition import Partition, Share, one_after_another, split
@@ -50,15 +50,7 @@ def greedy(model: CausalLM, prompts: list[list[int]], num_tokens: int = NUM_TOKE
     The prompts run together, then the sequences token by token.
     """
     blocks_per_seq = -(-(max(map(len, prompts)) + num_tokens) // BLOCK_SIZE)
-    head_size = padded_head_size(model.head_size, model.dtype)
-    pairs = allocate_kv_cache(
-        len(prompts) * blocks_per_seq,
-        model.num_kv_heads,
-        head_size,
-        BLOCK_SIZE,
-        model.dtype,
-        num_layers=model.num_layers,
-    )
+    pairs = allocate_caches(model.cache_shapes, len(prompts) * blocks_per_seq, BLOCK_SIZE, model.dtype)
     kv_caches = [KVCache(*pair) for pair in pairs]
     tables = torch.arange(len(prompts) * blocks_per_seq, dtype=torch.int32).view(len(prompts), -1).flip(1).contiguous()
     outputs: list[list[int]] = [[] for _ in prompts]

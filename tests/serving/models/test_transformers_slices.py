@@ -63,7 +63,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, world
 
     def run(communicator: ThreadCommunicator) -> tuple[list[list[int]], Tensor]:
         slices = load_slices(tmp_path, communicator)
-        assert (slices.num_heads, slices.num_kv_heads) == heads
+        assert (slices.num_heads, slices.cache_shapes[0].num_kv_heads) == heads
         return greedy(slices, prompts, 12)
 
     _, whole = on_one(tmp_path, prompts, 12)

@@ -1,0 +1,66 @@
+"""What the layers of a model keep of each token: the shapes of their caches, and the allocation of caches of many
+shapes.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pagedattn_ext import allocate_kv_cache, padded_head_size
+from pagedattn_ext.kv_cache import MAX_HEAD_SIZE, num_value_rows
+from pagedattn_serve.errors import ArgumentError
+
+
+@dataclass(slots=True, frozen=True)
+class CacheShape:
+    """What one cache holds of a token: keys and values of the heads of a layer; of a rank, where ranks share the model.
+
+    head_size: elements of a key. A narrower value is padded to this size; and both are padded to whole 16 bytes.
+    """
+
+    num_kv_heads: int
+    head_size: int
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that a token takes in a cache of `dtype`, key and value together."""
+        key_rows = padded_head_size(self.head_size, dtype)
+        return self.num_kv_heads * (key_rows + num_value_rows(key_rows, dtype)) * dtype.itemsize
+
+
+def bytes_per_block(shapes: Sequence[CacheShape], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all caches."""
+    return block_size * sum(shape.slot_bytes(dtype) for shape in shapes)
+
+
+def allocate_caches(
+    shapes: Sequence[CacheShape],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    pin_memory: bool = False,
+) -> list[tuple[Tensor, Tensor]]:
+    """A key cache and a value cache for each shape, each of `num_blocks` blocks, as `allocate_kv_cache` makes them.
+
+    Raises ValueError for head sizes above MAX_HEAD_SIZE.
+    """
+    pairs = {}
+    for shape, count in Counter(shapes).items():  # those of one shape at once: pinned memory comes in large pieces
+        head_size = padded_head_size(shape.head_size, dtype)
+        if head_size > MAX_HEAD_SIZE:
+            raise ArgumentError("head_size", f"at most {MAX_HEAD_SIZE}", head_size)
+        caches = allocate_kv_cache(
+            num_blocks,
+            shape.num_kv_heads,
+            head_size,
+            block_size,
+            dtype,
+            device,
+            num_layers=count,
+            pin_memory=pin_memory,
+        )
+        pairs[shape] = iter(caches)
+    return [next(pairs[shape]) for shape in shapes]
