@@ -18,6 +18,7 @@ from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
 from pagedattn_serve.execution.cache_engine import HostMemoryError
 from pagedattn_serve.execution.engine_setup import (
     choose_device,
+    leave_out_for_states,
     limit_to_cache,
     limit_to_memory,
     limit_to_model,
@@ -103,6 +104,7 @@ class LLMEngine:
             )
             scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, causal_lm.layers_of_caches())
             scheduler_config = limit_to_model(scheduler_config, causal_lm)
+            cache_config, scheduler_config = leave_out_for_states(cache_config, scheduler_config, causal_lm)
             cache_config = limit_to_memory(replace(cache_config, kv_scales=scales), causal_lm, scheduler_config, device)
             if workers is not None:
                 cache_config = workers.smallest(cache_config)

@@ -26,7 +26,7 @@ class StateKey(NamedTuple):
 
     layer: int
     kind: str
-    index: int
+    number: int
 
 
 class MixerCache:
@@ -218,14 +218,17 @@ class MixerForward:
         return not bool(mixed.isnan().any())
 
 
-def replace_mixers(model: nn.Module) -> None:
-    """Give each mixer of the model, whose modules all have their layer_idx, a `MixerForward`."""
+def replace_mixers(model: nn.Module) -> bool:
+    """Give each mixer of the model a `MixerForward`. Returns whether there are any."""
+    has_mixers = False
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         if hasattr(module, "layer_idx") and WRITES.intersection(forward.__code__.co_names):
             names = inspect.signature(forward).parameters
             argument = next(name for name in CACHE_ARGUMENTS if name in names)
             vars(module)["forward"] = MixerForward(module, argument)
+            has_mixers = True
+    return has_mixers
 
 
 # ---- linear layers that do not come as the ops take them ------------------------------------------------------------
@@ -260,6 +263,12 @@ class OwnLinear(nn.Linear):
         return super().forward(hidden)
 
 
+def keep_linear_layers(model: nn.Module, names: list[str]) -> None:
+    """Let the linear layers of these names stay as they are when the others are packed."""
+    for name in names:
+        model.get_submodule(name).__class__ = OwnLinear
+
+
 class ContiguousRows(nn.Module):
     """A linear layer that is given rows which are not contiguous."""
 
@@ -282,7 +291,7 @@ class LinearUse(NamedTuple):
 @contextmanager
 def watch_linear_layers(model: nn.Module) -> Iterator[LinearUse]:
     """Say at the end how linear layers were used."""
-    layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
     for layer in layers.values():
         layer.__class__ = WatchedLinear
     use = LinearUse([], [])
@@ -290,11 +299,10 @@ def watch_linear_layers(model: nn.Module) -> Iterator[LinearUse]:
         yield use
     finally:
         for name, layer in layers.items():
-            assert isinstance(layer, WatchedLinear)
             if layer.is_read:
                 use.read.append(name)
             elif layer.is_scattered:
                 use.scattered.append(name)
             for note in ("is_read", "is_scattered", "_is_running"):
                 vars(layer).pop(note, None)
-            layer.__class__ = nn.Linear  # type: ignore[assignment]
+            layer.__class__ = nn.Linear

@@ -353,8 +353,8 @@ class BlockManager:
         return len(hashes) * self.block_size
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block's reference count is the number of tables that hold it, `table_array` has
-        the tables of the sequences that have rows, and the sequences with blocks are those with slots."""
+        """Raise AssertionError unless each block's reference count is the number of tables that hold it, `table_array`
+        has the tables of the sequences that have rows, and the sequences with blocks are those with slots."""
         self._rows.check_integrity(self.tables)
         self.states.check_integrity(set(self.tables), set(self._host_tables))
         assert not self.tables.keys() & self._host_tables.keys(), "a sequence with blocks here and there"

@@ -258,6 +258,6 @@ class ScheduledBatch:
 
     @property
     def has_copies(self) -> bool:
-        """Whether blocks or states are still to be copied. There may be some without any sequence to run: the blocks of a group
-        that made room for another group, which is `outgrown` nevertheless."""
+        """Whether blocks or states are still to be copied. There may be some without any sequence to run: those of a
+        group that made room for another group, which is `outgrown` nevertheless."""
         return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy or self.state_copies)
