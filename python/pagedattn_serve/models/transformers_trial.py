@@ -184,10 +184,10 @@ def give_to_layers(model: PreTrainedModel, state: object) -> None:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.pagedattn = state
-            if module.layer_idx == -1:  # Zamba's attention
+            if module.layer_idx in (None, -1):  # Zamba's attention
                 module.register_forward_pre_hook(note_layer, with_kwargs=True)
 
 
 def note_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """For an attention module that is told its layer when it is called."""
-    module.layer_idx = kwargs["layer_idx"]
+    module.layer_idx = kwargs.get("layer_idx", module.layer_idx)

@@ -183,6 +183,7 @@ class FakeEngine:
             self.step()
         assert not self.engine.has_unfinished_requests()
         assert (self.manager.num_used_blocks, self.manager.num_used_host_blocks) == (0, 0)
+        assert self.manager.states.num_used_slots == 0
         assert self.manager.num_free_blocks + self.num_pinned_blocks() == self.manager.num_blocks
         assert self.scheduler.schedule() == ScheduledBatch()
         if self.model.vocab_size is not None:
@@ -227,6 +228,8 @@ class FakeEngine:
         plain = [scheduled.sequence for scheduled in batch.sequences[: batch.num_plain]]
         self.num_times["plain decodes that go on"] += sum(sequence in self._tables for sequence in plain)
         self._tables = {each.sequence: list(self.manager.tables[each.sequence]) for each in batch.sequences}
+        for name in ("to_swap_out", "to_swap_in", "to_copy"):
+            self.num_times[f"states {name}"] += bool(getattr(batch.state_copies, name))
         self.check_batch(batch)
         self._check_let_in([group for group in self.scheduler.running if group not in self._ran_before], batch)
 
@@ -514,7 +517,21 @@ class FakeEngine:
                 for sequence in group.sequences[: 1 if group.in_prefill else None]:
                     num_computed = sequence.num_computed_tokens
                     assert read(tables[sequence], num_computed) == self.values(sequence)[:num_computed]
+        self._check_states()
         self._check_published()
+
+    def _check_states(self) -> None:
+        """Each state has seen what its sequence has computed; and what is in no one's slot may be anything."""
+        manager = self.manager.states
+        for states, slot_of in (
+            (self.cache.states, manager.slot_of),
+            (self.cache.host_states, manager._host_slot_of),
+        ):
+            for sequence, slot in slot_of.items():
+                num_computed = sequence.num_computed_tokens
+                assert num_computed == 0 or states[slot] == self.values(sequence)[num_computed - 1]
+            for slot in set(range(len(states))).difference(slot_of.values()):
+                states[slot] = None
 
     def _check_map(self) -> None:
         """The cache map says what the tables say."""
