@@ -37,6 +37,7 @@ from pagedattn_serve.models.transformers_slices import Joins, Slices, joined, na
 from pagedattn_serve.models.transformers_states import (
     ContiguousRows,
     StateStep,
+    has_mixers,
     keep_linear_layers,
     replace_mixers,
 )
@@ -290,11 +291,12 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=TRIAL, experts_implementation="batched_mm"
     )
-    has_mixers = replace_mixers(model)
-    if model_class._is_stateful and not has_mixers:
-        raise Refusal("it keeps another state between tokens than keys and values")
-    if "position_ids" not in arguments and not has_mixers:
-        raise Refusal("its forward does not take position_ids")
+    replace_mixers(model)
+    if not has_mixers(model):
+        if model_class._is_stateful:
+            raise Refusal("it keeps another state between tokens than keys and values")
+        if "position_ids" not in arguments:
+            raise Refusal("its forward does not take position_ids")
     return model.eval()
 
 

@@ -218,17 +218,18 @@ class MixerForward:
         return not bool(mixed.isnan().any())
 
 
-def replace_mixers(model: nn.Module) -> bool:
-    """Give each mixer of the model a `MixerForward`. Returns whether there are any."""
-    has_mixers = False
+def replace_mixers(model: nn.Module) -> None:
+    """Give each mixer of the model a `MixerForward`."""
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         if hasattr(module, "layer_idx") and WRITES.intersection(forward.__code__.co_names):
             names = inspect.signature(forward).parameters
             argument = next(name for name in CACHE_ARGUMENTS if name in names)
             vars(module)["forward"] = MixerForward(module, argument)
-            has_mixers = True
-    return has_mixers
+
+
+def has_mixers(model: nn.Module) -> bool:
+    return any(isinstance(module.forward, MixerForward) for module in model.modules())
 
 
 # ---- linear layers that do not come as the ops take them ------------------------------------------------------------
