@@ -326,6 +326,8 @@ class LLMEngine:
             num_cached_blocks=manager.num_cached_blocks,
             num_host_blocks=manager.num_host_blocks,
             num_used_host_blocks=manager.num_used_host_blocks,
+            num_state_slots=manager.states.num_slots,
+            num_used_state_slots=manager.states.num_used_slots,
             num_used_slots=manager.num_used_slots(),
             num_recomputes=scheduler.num_recomputes,
             num_swaps=scheduler.num_swaps,

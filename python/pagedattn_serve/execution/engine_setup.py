@@ -223,6 +223,23 @@ def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> Schedu
     return replace(config, max_model_len=num_slots)
 
 
+def describe_memory(model: CausalLM, memory: int, block_size: int, kv_cache_dtype: str) -> dict[str, str]:
+    """What a sequence and a token take, and how many fit in `memory` bytes, in words."""
+    block_bytes, state_bytes = block_bytes_of(model, block_size, kv_cache_dtype), state_bytes_of(model)
+    most = SchedulerConfig(max_model_len=UNBOUNDED).max_num_seqs
+    num_states = choose_num_state_slots(model, memory, block_bytes, most)
+    words, fit = {}, []
+    if state_bytes:
+        words["states"] = f"{state_bytes:,} bytes per sequence"
+        fit.append(f"the states of {num_states:,} sequences")
+    if block_bytes:
+        left = memory - num_states * state_bytes
+        num_blocks = choose_num_blocks(model, left, block_size, UNBOUNDED, kv_cache_dtype)
+        words["cache"] = f"{block_bytes // block_size:,} bytes per token, {block_bytes:,} per block of {block_size}"
+        fit.append(f"{num_blocks:,} blocks ({num_blocks * block_size:,} tokens)")
+    return {**words, "that fit": f"{' and '.join(fit)} in {memory:,} bytes"}
+
+
 def too_large(model: CausalLM, cache_config: CacheConfig, error: Exception) -> MemoryError:
     """The error for a cache that could not be allocated."""
     num_blocks, block_size = cache_config.num_blocks, cache_config.block_size

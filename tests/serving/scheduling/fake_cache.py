@@ -1,6 +1,4 @@
-"""The paged cache with plain values in the place of keys and values, and of states, to check what block tables and slots
-lead to.
-"""
+"""The paged cache with plain values for keys and values, and for states, to check what tables and slots lead to."""
 
 from collections.abc import Iterable
 
