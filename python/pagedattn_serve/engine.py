@@ -219,6 +219,8 @@ class LLMEngine:
         """
         if not self.scheduler.block_manager.prefix_caching:
             raise ArgumentError("enable_prefix_caching", "True for prefixes to be kept", "False")
+        if self.scheduler.block_manager.states.num_slots:
+            raise ArgumentError("prefix", "a model without states, which are not kept for good", "a model with states")
         _, token_ids = self.inputs.prompt_tokens(prefix)
         if not 0 < len(token_ids) < self.max_model_len:
             raise ArgumentError("prefix", f"1 to {self.max_model_len - 1} tokens", len(token_ids))

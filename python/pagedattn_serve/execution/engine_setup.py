@@ -44,8 +44,13 @@ def state_bytes_of(model: CausalLM) -> int:
     return bytes_per_slot(model.states)
 
 
+def num_useful_state_slots(config: SchedulerConfig, prefix_caching: bool) -> int:
+    """A slot for each sequence that may run; and with prefix caching as many for checkpoints."""
+    return config.max_num_seqs * (2 if prefix_caching else 1)
+
+
 def choose_num_state_slots(model: CausalLM, memory: int, block_bytes: int, at_most: int) -> int:
-    """Sequences whose states are to have room in `memory` bytes beside the blocks, not more than `at_most`.
+    """Slots for states that are to have room in `memory` bytes beside the blocks, not more than `at_most`.
 
     States get half of the memory at most, but that of one sequence always; and all of it if there are no other caches.
     Raises ValueError if there is no room for the states of one sequence and a block.
@@ -167,15 +172,18 @@ def limit_to_model(config: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
 def leave_out_for_states(
     cache_config: CacheConfig, config: SchedulerConfig, model: CausalLM
 ) -> tuple[CacheConfig, SchedulerConfig]:
-    """For a model whose layers keep states: without prefix caching and without speculation, and the log says so."""
+    """For a model whose layers keep states: without speculation, and without prefix caching if the model cannot begin
+    where a prefix ends. The log says so."""
     if not model.states:
         return cache_config, config
-    if cache_config.enable_prefix_caching:
-        logger.info("enable_prefix_caching: off, as %s keeps states, which are not cached", model.architecture)
+    if cache_config.enable_prefix_caching and model.forgets_states:
+        reason = "would compute token by token what follows a prefix"
+        logger.info("enable_prefix_caching: off, as %s keeps states and %s", model.architecture, reason)
+        cache_config = replace(cache_config, enable_prefix_caching=False)
     if config.speculation is not None:
         reason = "keeps states, which cannot be taken back to the token before a wrong guess"
         logger.warning("speculation: off, as %s %s", model.architecture, reason)
-    return replace(cache_config, enable_prefix_caching=False), replace(config, speculation=None)
+    return cache_config, replace(config, speculation=None)
 
 
 def limit_to_memory(
@@ -187,7 +195,9 @@ def limit_to_memory(
     block_size, kv_cache_dtype = cache_config.block_size, cache_config.kv_cache_dtype
     if kv_cache_dtype == "int8" and device != "cpu":
         raise ArgumentError("kv_cache_dtype", "another than int8, which is for the CPU", f"int8 on {device}")
-    num_blocks, num_state_slots = cache_config.num_blocks, scheduler_config.max_num_seqs if model.states else 0
+    num_blocks, num_state_slots = cache_config.num_blocks, 0
+    if model.states:
+        num_state_slots = num_useful_state_slots(scheduler_config, cache_config.enable_prefix_caching)
     if num_blocks == UNBOUNDED:
         memory = cache_config.kv_cache_memory
         if memory is None and device == "cpu":
@@ -197,7 +207,7 @@ def limit_to_memory(
         block_bytes = block_bytes_of(model, block_size, kv_cache_dtype)
         num_state_slots = choose_num_state_slots(model, memory, block_bytes, num_state_slots)
         memory -= num_state_slots * state_bytes_of(model)
-        num_seqs = num_state_slots or scheduler_config.max_num_seqs
+        num_seqs = min(num_state_slots or scheduler_config.max_num_seqs, scheduler_config.max_num_seqs)
         at_most = num_useful_blocks(replace(scheduler_config, max_num_seqs=num_seqs), block_size)
         num_blocks = choose_num_blocks(model, memory, block_size, at_most, kv_cache_dtype)
     num_host_state_slots = 0
@@ -226,12 +236,12 @@ def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> Schedu
 def describe_memory(model: CausalLM, memory: int, block_size: int, kv_cache_dtype: str) -> dict[str, str]:
     """What a sequence and a token take, and how many fit in `memory` bytes, in words."""
     block_bytes, state_bytes = block_bytes_of(model, block_size, kv_cache_dtype), state_bytes_of(model)
-    most = SchedulerConfig(max_model_len=UNBOUNDED).max_num_seqs
+    most = num_useful_state_slots(SchedulerConfig(max_model_len=UNBOUNDED), prefix_caching=True)
     num_states = choose_num_state_slots(model, memory, block_bytes, most)
     words, fit = {}, []
     if state_bytes:
         words["states"] = f"{state_bytes:,} bytes per sequence"
-        fit.append(f"the states of {num_states:,} sequences")
+        fit.append(f"{num_states:,} state slots")
     if block_bytes:
         left = memory - num_states * state_bytes
         num_blocks = choose_num_blocks(model, left, block_size, UNBOUNDED, kv_cache_dtype)

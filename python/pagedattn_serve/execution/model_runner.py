@@ -26,7 +26,7 @@ from pagedattn_serve.models.causal_lm import (
     StepStates,
 )
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, TableArray
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, StateCheckpoint, TableArray
 
 BlockPairs = list[tuple[int, int]]
 Int32s = npt.NDArray[np.int32]
@@ -39,7 +39,7 @@ class StepInputs:
 
     token_ids, positions, slot_mapping: int64 [num_tokens].
     seq_lens, query_start_loc, sampling_rows, max_seq_len: as in `AttentionMetadata`.
-    state_slots: of the sequences' states; none if the model keeps no states.
+    state_slots: of the sequences' states; none if the model keeps no states. state_checkpoints: as in `ScheduledBatch`.
 
     The block tables are the first rows of the runner's `TableArray`, one for each sequence.
     """
@@ -52,6 +52,7 @@ class StepInputs:
     sampling_rows: Int64s
     max_seq_len: int
     state_slots: list[int] = field(default_factory=list)
+    state_checkpoints: list[StateCheckpoint] = field(default_factory=list)
 
     def rows_of_last_layer(self) -> tuple[npt.NDArray[Any], ...] | None:
         """The fields of `LastRows`. None, which is all rows, where few or none could be left out."""
@@ -70,13 +71,23 @@ class StepInputs:
         return of_step, starts, self.sampling_rows - left_out[sequences]
 
     def rows_of_states(self) -> list[SequenceRows]:
-        """The rows of each sequence, for layers that keep states."""
+        """The rows of each sequence, for layers that keep states; in pieces that end where a state is to be kept."""
         num_seqs = len(self.seq_lens)
         starts = np.arange(num_seqs + 1) if self.query_start_loc is None else self.query_start_loc
         counts = np.diff(starts)
         is_new = self.seq_lens == counts
+        ends_of: dict[int, list[tuple[int, int | None]]] = {}  # by sequence: rows before the end of a piece, and slot
+        for i, num_new_tokens, kept_in in self.state_checkpoints:
+            ends_of.setdefault(i, []).append((num_new_tokens, kept_in))
+        pieces = []
         rows = zip(starts[:-1].tolist(), counts.tolist(), self.state_slots, is_new.tolist(), strict=True)
-        return [SequenceRows(*each) for each in rows]
+        for i, (start, count, slot, begins) in enumerate(rows):
+            done = 0
+            for end, kept_in in [*ends_of.get(i, ()), (count, None)]:
+                if end > done:
+                    pieces.append(SequenceRows(start + done, end - done, slot, begins and not done, kept_in))
+                done = end
+        return pieces
 
 
 class StepRunner:
@@ -264,6 +275,7 @@ class ModelRunner(StepRunner):
             sampling_rows=np.concatenate([rows, *prompt_rows]),
             max_seq_len=int(seq_lens.max()),
             state_slots=batch.state_slots,
+            state_checkpoints=batch.state_checkpoints,
         )
 
     def _plain_inputs(self, token_ids: Int64s, positions: Int64s, state_slots: list[int]) -> StepInputs:

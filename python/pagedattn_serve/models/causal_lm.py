@@ -64,12 +64,15 @@ class SequenceRows(NamedTuple):
     """A sequence in a step: its first row, how many rows it has, and the slot of its states.
 
     is_new: whether these are its first tokens. Then what the slot holds does not count.
+    kept_in: another slot, which gets the states after these rows, too. The sequence may have more rows then, which
+        follow as another `SequenceRows`.
     """
 
     begin: int
     num_rows: int
     slot: int
     is_new: bool
+    kept_in: int | None = None
 
 
 class StepStates(NamedTuple):
@@ -122,6 +125,7 @@ class CausalLM(nn.Module):
         of them writes. None: the layer does not attend.
     head: the name of the last layer, to the vocabulary.
     states: what a sequence keeps between tokens beside keys and values.
+    forgets_states: whether a chunk of a prompt runs token by token, because the model would begin it without states.
     Where ranks share the model, heads and shapes are those of this rank. vocab_size is always the whole.
     """
 
@@ -136,6 +140,7 @@ class CausalLM(nn.Module):
     max_model_len: int
     head: str
     states: Sequence[StateShape] = ()
+    forgets_states: bool = False
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata

@@ -37,8 +37,8 @@ from pagedattn_serve.models.transformers_slices import Joins, Slices, joined, na
 from pagedattn_serve.models.transformers_states import (
     ContiguousRows,
     StateStep,
-    has_mixers,
     keep_linear_layers,
+    mixers,
     replace_mixers,
 )
 from pagedattn_serve.models.transformers_trial import (
@@ -139,6 +139,7 @@ class TransformersCausalLM(CausalLM):
         if not difference < TOLERANCES[self.dtype]:
             reason = f"its logits are not those that it has with its own attention, they differ by {difference:.1%}"
             raise self.refusal(Refusal(reason))
+        self.forgets_states = any(mixer.forgets for mixer in mixers(self.model))
 
     def slice(self, trial: Trial) -> Slices:
         """The rank's slices, which the model without weights is made of.
@@ -292,7 +293,7 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
         config, dtype=dtype, attn_implementation=TRIAL, experts_implementation="batched_mm"
     )
     replace_mixers(model)
-    if not has_mixers(model):
+    if not mixers(model):
         if model_class._is_stateful:
             raise Refusal("it keeps another state between tokens than keys and values")
         if "position_ids" not in arguments:

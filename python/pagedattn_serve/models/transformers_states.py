@@ -99,12 +99,13 @@ class Call(NamedTuple):
     """One call of a mixer: for one token of each of some sequences, or for a chunk of one sequence.
 
     rows: of the step, a slice or int64 [num_seqs]. slots: of the states, in the same order.
-    is_new: whether it is a chunk at the beginning of its sequence.
+    is_new: whether it is a chunk at the beginning of its sequence. kept_in: as in `SequenceRows`.
     """
 
     rows: slice | Tensor
     slots: slice | Tensor
     is_new: bool
+    kept_in: int | None = None
 
     @property
     def is_chunk(self) -> bool:
@@ -119,13 +120,17 @@ class StateStep:
 
     def __init__(self, keys: Sequence[StateKey], states: StepStates) -> None:
         self._tensors = dict(zip(keys, states.tensors, strict=True))
-        single = [rows for rows in states.rows if rows.num_rows == 1 and not rows.is_new]
-        chunks = [rows for rows in states.rows if rows.num_rows > 1 or rows.is_new]
-        self.calls = [_chunk(rows) for rows in chunks]
+        single: list[SequenceRows] = []
+        self.calls: list[Call] = []
+        for rows in states.rows:  # one row that follows others of its sequence comes after them: it is among the last
+            if rows.num_rows == 1 and not rows.is_new and rows.kept_in is None:
+                single.append(rows)
+            else:
+                self.calls.append(_chunk(rows))
         if single:
             device = states.tensors[0].device
-            rows, slots = torch.tensor([(each.begin, each.slot) for each in single], device=device).unbind(1)
-            self.calls.append(Call(rows, slots, is_new=False))
+            of_step, slots = torch.tensor([(each.begin, each.slot) for each in single], device=device).unbind(1)
+            self.calls.append(Call(of_step, slots, is_new=False))
 
     def of_layer(self, layer: int) -> dict[StateKey, Tensor]:
         """The states of a layer, [num_slots, *shape]."""
@@ -133,7 +138,8 @@ class StateStep:
 
 
 def _chunk(rows: SequenceRows) -> Call:
-    return Call(slice(rows.begin, rows.begin + rows.num_rows), slice(rows.slot, rows.slot + 1), rows.is_new)
+    of_step, slots = slice(rows.begin, rows.begin + rows.num_rows), slice(rows.slot, rows.slot + 1)
+    return Call(of_step, slots, rows.is_new, rows.kept_in)
 
 
 class MixerForward:
@@ -145,7 +151,7 @@ class MixerForward:
         self._forward = mixer.forward
         self._signature = inspect.signature(mixer.forward)
         self._cache_argument = cache_argument
-        self._forgets: bool | None = None  # whether a chunk begins without the state before it; None: not tried yet
+        self.forgets: bool | None = None  # whether a chunk begins without the state before it; None: not tried yet
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place = self._mixer.pagedattn
@@ -181,6 +187,9 @@ class MixerForward:
             if not call.is_chunk:
                 for key, state in of_sequences.items():
                     states[key][call.slots] = state
+            if call.kept_in is not None:
+                for key, state in of_sequences.items():
+                    states[key][call.kept_in] = state[0]
         assert out is not None
         return (out[None], *[None] * (len(result) - 1)) if isinstance(result, tuple) else out[None]
 
@@ -192,14 +201,14 @@ class MixerForward:
             if not call.is_chunk or call.is_new:
                 yield call
                 continue
-            if self._forgets is None:
-                self._forgets = self._finds_no_state(call, hidden, states, arguments)
-            if not self._forgets:
+            if self.forgets is None:
+                self.forgets = self._finds_no_state(call, hidden, states, arguments)
+            if not self.forgets:
                 yield call
                 continue
             assert isinstance(call.rows, slice)
             for row in range(call.rows.start, call.rows.stop):
-                yield call._replace(rows=slice(row, row + 1))
+                yield call._replace(rows=slice(row, row + 1))  # if the state is kept, each keeps it, the last for good
 
     def _finds_no_state(
         self, call: Call, hidden: Tensor, states: dict[StateKey, Tensor], arguments: dict[str, Any]
@@ -228,8 +237,9 @@ def replace_mixers(model: nn.Module) -> None:
             vars(module)["forward"] = MixerForward(module, argument)
 
 
-def has_mixers(model: nn.Module) -> bool:
-    return any(isinstance(module.forward, MixerForward) for module in model.modules())
+def mixers(model: nn.Module) -> list[MixerForward]:
+    """What replaces the forwards of the model's mixers."""
+    return [module.forward for module in model.modules() if isinstance(module.forward, MixerForward)]
 
 
 # ---- linear layers that do not come as the ops take them ------------------------------------------------------------

@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
 from pagedattn_serve.models.cache_shape import CacheShape
-from pagedattn_serve.models.transformers_states import LinearUse, TrialCache, has_mixers, watch_linear_layers
+from pagedattn_serve.models.transformers_states import LinearUse, TrialCache, mixers, watch_linear_layers
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
@@ -146,7 +146,7 @@ def run_trial(model: PreTrainedModel, config: Any) -> Trial:
     give_to_layers(model, trial)
     token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
     # Without a mask, positions are searched for several sequences. Models with mixers look at the mask's values.
-    attention_mask = torch.ones_like(token_ids, device="cpu" if has_mixers(model) else "meta")
+    attention_mask = torch.ones_like(token_ids, device="cpu" if mixers(model) else "meta")
     inputs = dict(input_ids=token_ids, attention_mask=attention_mask, use_cache=False)
     if "position_ids" in signature(model.forward).parameters:
         inputs["position_ids"] = torch.arange(NUM_TOKENS, device="meta")[None]

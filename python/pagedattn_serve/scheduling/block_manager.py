@@ -7,8 +7,8 @@ copied when one of its sequences is about to write to it. A group can be swapped
 Prefix caching: a full block is known by the hash of its tokens and of the block before it (the first block: and of the
 sequence's salt). So a sequence that begins with the same tokens finds the block. A block is published when the tokens
 that fill it are scheduled. That is early enough: a sequence that finds the block runs in the same step or later, and in
-each layer all keys and values of a step are written before any are read. A model whose layers keep a state besides has
-no prefix caching: a block that is found would come without the state after its last token.
+each layer all keys and values of a step are written before any are read. Where layers keep a state besides, blocks are
+found up to the last one whose end has a checkpoint of the state (`StateSlots`).
 """
 
 import math
@@ -19,7 +19,13 @@ from struct import Struct
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence, TableArray, TableWrite
+from pagedattn_serve.scheduling.sequence import (
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    TableArray,
+    TableWrite,
+)
 from pagedattn_serve.scheduling.state_slots import StateSlots
 
 
@@ -37,7 +43,7 @@ class BlockManager:
 
     def __init__(self, cache_config: CacheConfig, table_array: TableArray) -> None:
         self.block_size = cache_config.block_size
-        self.prefix_caching = cache_config.enable_prefix_caching and not cache_config.num_state_slots
+        self.prefix_caching = cache_config.enable_prefix_caching
         self._pack = Struct(f"{self.block_size}q").pack  # the tokens of a block as bytes
         self._watermark_blocks = math.ceil(cache_config.watermark * cache_config.num_blocks)
         self._allocator = BlockAllocator(cache_config.num_blocks)
@@ -143,7 +149,11 @@ class BlockManager:
         block_of: dict[bytes, int] = {}
         for sequence, table in zip(sequences, found, strict=True):
             hashes = sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size]
-            for block_hash in hashes[len(table) :]:
+            if self.states.num_slots and table:
+                self.states.take_copy(sequence, hashes[len(table) - 1])
+            else:
+                self.states.take([sequence])
+            for block_hash in hashes[len(table) :] if not self.states.num_slots else ():
                 if block_hash not in block_of:
                     break
                 self._allocator.fork(block_of[block_hash])
@@ -153,7 +163,6 @@ class BlockManager:
             if len(sequences) > 1:
                 block_of.update(zip(hashes, table, strict=False))
             self.tables[sequence] = table
-        self.states.take(sequences)
         return True
 
     def append(self, sequence: Sequence) -> tuple[int, int] | None:
@@ -251,12 +260,14 @@ class BlockManager:
     def place(self, batch: ScheduledBatch) -> None:
         """Let row i of `table_array` be the block table of the i-th sequence. Plain decodes may change their order.
 
-        Tell the batch the slots of the sequences' states, and which slots are to be copied.
+        Tell the batch the slots of the sequences' states, which slots are to be copied, and what checkpoints to make.
         """
         batch.table_writes = self._rows.place(batch.sequences, batch.num_plain, self.tables)
         if self.states.num_slots:
             batch.state_slots = [self.states.slot_of[scheduled.sequence] for scheduled in batch.sequences]
             batch.state_copies = self.states.take_copies()
+            if self.prefix_caching:
+                batch.state_checkpoints = self.states.plan_checkpoints(batch, self.block_size, self._hashes)
 
     # ---- swapping ---------------------------------------------------------------------------------------------------
 
@@ -400,9 +411,11 @@ class BlockManager:
 
     def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
         """The hashes of full blocks that are worth looking for. The block of the last token is left out, because that
-        token has to be computed. If the prompt's logits are asked for, there are none; nor if the model keeps states,
-        because a sequence computes its own state from its first token."""
-        if (alone and not self.prefix_caching) or sequence.prompt_logits_from is not None or self.states.num_slots:
+        token has to be computed. If the prompt's logits are asked for, there are none; nor for several sequences with
+        states, each of which computes its own."""
+        if (alone and not self.prefix_caching) or sequence.prompt_logits_from is not None:
+            return []
+        if not alone and self.states.num_slots:
             return []
         num_blocks = (sequence.num_tokens - 1) // self.block_size
         return self._hashes(sequence, num_blocks)[:num_blocks]
@@ -416,6 +429,7 @@ class BlockManager:
             self._require_unknown(sequence)
             hashes = self._hashes_before_last_token(sequence, alone=len(sequences) == 1)
             found.append(self._find(hashes))
+            self.states.cut_to_checkpoint(found[-1], hashes)
             num_new += self._num_blocks_for(sequence) - len(found[-1])
             num_new -= sum(block_hash in shared for block_hash in hashes[len(found[-1]) :])
             shared.update(hashes)

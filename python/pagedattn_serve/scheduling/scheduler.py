@@ -172,6 +172,7 @@ class Scheduler:
             self.observe(batch, seconds)
         manager = self.block_manager
         block_size, merges = manager.block_size, manager.prefix_caching
+        manager.states.publish_checkpoints()
         for scheduled in batch.sequences:
             sequence = scheduled.sequence
             begin = sequence.num_computed_tokens

@@ -5,7 +5,7 @@ reads for one step: the batch, and the array of its block tables. Nothing else p
 from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 
@@ -188,6 +188,14 @@ class StateCopies:
         return bool(self.to_swap_out or self.to_swap_in or self.to_copy)
 
 
+class StateCheckpoint(NamedTuple):
+    """A state to keep: of the i-th sequence of the batch, after so many of its new tokens, in this slot."""
+
+    sequence: int
+    num_new_tokens: int
+    slot: int
+
+
 TableWrite = tuple[int, int, list[int]]  # row, column of the first block, blocks
 
 
@@ -236,6 +244,7 @@ class ScheduledBatch:
     table_writes: what was written to `table_array` since the batch before, as arguments of `TableArray.write`.
     state_slots: the slot of each sequence's state; none if the model keeps no states.
     state_copies: slots to copy, at the time of the blocks. Whoever has copied them clears the lists.
+    state_checkpoints: states to keep amid the step, in the order of the sequences and of the tokens.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
@@ -250,6 +259,7 @@ class ScheduledBatch:
     table_writes: list[TableWrite] = field(default_factory=list)
     state_slots: list[int] = field(default_factory=list)
     state_copies: StateCopies = field(default_factory=StateCopies)
+    state_checkpoints: list[StateCheckpoint] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -4,11 +4,18 @@ The states of all such layers are one slot. A sequence takes a slot with its fir
 last. Forked sequences share a slot until one of them is about to run: that sequence gets a slot of its own, to which
 the state is copied first. A sequence that is swapped out takes its state along to a slot in host memory.
 
-As many slots as sequences may run at once are enough, so a slot is always free when a running sequence needs one.
+As many slots as sequences may run at once are enough, so a slot is always free when a running sequence needs one. The
+slots that are left keep checkpoints: the states of prompts at ends of blocks, found by the hash of the block. A prompt
+leaves one every CHECKPOINT_TOKENS tokens, and one at the end of the last full block before its last token. A checkpoint
+has no owner; when a slot is needed, the checkpoint that was not used for longest goes first.
 """
 
+from collections.abc import Callable
+
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
-from pagedattn_serve.scheduling.sequence import Sequence, StateCopies
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, StateCheckpoint, StateCopies
+
+CHECKPOINT_TOKENS = 512
 
 
 class StateSlots:
@@ -17,6 +24,8 @@ class StateSlots:
 
     slot_of: to be read only.
     """
+
+    checkpoint_tokens = CHECKPOINT_TOKENS
 
     def __init__(self, num_slots: int, num_host_slots: int) -> None:
         self.num_slots = num_slots
@@ -30,6 +39,7 @@ class StateSlots:
         self._host_slot_of: dict[Sequence, int] = {}
         self._host_allocator = BlockAllocator(self._num_host_slots)
         self._copies = StateCopies()
+        self._new_checkpoints: list[tuple[int, bytes]] = []  # slots that the step writes, and their keys
 
     @property
     def num_used_slots(self) -> int:
@@ -48,6 +58,50 @@ class StateSlots:
         """Give each of the sequences a slot. What the slot holds does not count."""
         if self.num_slots:
             self.slot_of.update((sequence, self._allocator.allocate()) for sequence in sequences)
+
+    def take_copy(self, sequence: Sequence, key: bytes) -> None:
+        """Give the sequence a slot, to which the checkpoint of this key is copied. There must be one."""
+        checkpoint = self._allocator.find(key)
+        assert checkpoint is not None
+        self._allocator.fork(checkpoint)
+        self._allocator.free(checkpoint)  # it was used last now
+        slot = self.slot_of[sequence] = self._allocator.allocate()
+        if slot != checkpoint:  # else it was the last slot without an owner
+            self._copies.to_copy.append((checkpoint, slot))
+
+    def cut_to_checkpoint(self, blocks: list[int], keys: list[bytes]) -> None:
+        """Of blocks that were found by these keys, leave those up to the last whose end has a checkpoint."""
+        while self.num_slots and blocks and self._allocator.find(keys[len(blocks) - 1]) is None:
+            blocks.pop()
+
+    def plan_checkpoints(
+        self, batch: ScheduledBatch, block_size: int, keys_of: Callable[[Sequence, int], list[bytes]]
+    ) -> list[StateCheckpoint]:
+        """The checkpoints that the prompts of a batch leave, as far as slots are left.
+
+        keys_of: the keys of so many first blocks of a sequence; there may be more of them.
+        """
+        checkpoints = []
+        period = max(1, self.checkpoint_tokens // block_size)
+        for i, scheduled in enumerate(batch.sequences[batch.num_plain :], batch.num_plain):
+            sequence, begin = scheduled.sequence, scheduled.sequence.num_computed_tokens
+            last = (sequence.num_tokens - 1) // block_size
+            for num_blocks in range(begin // block_size + 1, (begin + scheduled.num_new_tokens) // block_size + 1):
+                if num_blocks != last and num_blocks % period:
+                    continue
+                key = keys_of(sequence, num_blocks)[num_blocks - 1]
+                if self._allocator.find(key) is None and self._allocator.num_free_blocks:
+                    slot = self._allocator.allocate()
+                    self._new_checkpoints.append((slot, key))
+                    checkpoints.append(StateCheckpoint(i, num_blocks * block_size - begin, slot))
+        return checkpoints
+
+    def publish_checkpoints(self) -> None:
+        """After the step: let its checkpoints be found."""
+        for slot, key in self._new_checkpoints:
+            self._allocator.publish(slot, key)
+            self._allocator.free(slot)
+        self._new_checkpoints.clear()
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share the parent's slot."""
@@ -97,6 +151,8 @@ class StateSlots:
             assert slot_of.keys() == holders, "sequences with blocks and those with states differ"
             counts = [0] * allocator.num_blocks
             for slot in slot_of.values():
+                counts[slot] += 1
+            for slot, _ in self._new_checkpoints if allocator is self._allocator else ():
                 counts[slot] += 1
             assert counts == allocator.ref_counts(), f"slots in use {counts}, counted {allocator.ref_counts()}"
 

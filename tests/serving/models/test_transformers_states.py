@@ -92,7 +92,9 @@ def test_greedy_equals_hugging_face_under_preemption(save: Save, model_type: str
     engine = LLMEngine(path, **SMALL)
     assert token_ids(run(engine, prompts, GREEDY)) == expected
     assert engine.stats().num_preemptions > 0
-    assert engine.stats().num_state_slots == 3  # as many as sequences run
+    is_mamba_1 = model_type in ("falcon_mamba", "jamba", "mamba")  # whose prompts leave no checkpoints
+    assert engine.model_runner.model.forgets_states == is_mamba_1
+    assert engine.stats().num_state_slots == (3 if is_mamba_1 else 6)  # as many as sequences run, and checkpoints
     assert len(engine.model_runner.model.cache_shapes) == FAMILIES[model_type][1]
     expect_nothing_held(engine)
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
@@ -159,8 +161,31 @@ def test_decodes_are_one_call_and_each_prompt_is_one(save: Save, monkeypatch: py
     assert shapes == [(1, 5), (1, 1), (1, 9), (3, 1), (3, 1)]
 
 
-def test_without_prefix_caching_and_without_guesses(save: Save, caplog: pytest.LogCaptureFixture) -> None:
-    path, model = save("lfm2", **fields_of("lfm2"))
+@pytest.mark.parametrize("model_type", ["lfm2", "mamba2", "qwen3_5_text"])
+def test_prompts_begin_with_what_others_have_computed(save: Save, model_type: str) -> None:
+    """Up to the end of a block where a prompt has left its state: its last full block, or a period of tokens."""
+    path, model = save(model_type, **fields_of(model_type))
+    first, other = prompts_of(model_type, (45, 30))
+    prompts = [first, first, first + other, first[:36] + other, first[:20] + other, other]
+    expected = greedy_references(model, prompts, NUM_TOKENS)
+    engine = LLMEngine(path, block_size=8, max_num_seqs=16)
+    engine.scheduler.block_manager.states.checkpoint_tokens = 16
+    found = []
+    for prompt, tokens in zip(prompts, expected, strict=True):  # one after the other
+        before = engine.stats().num_found_tokens
+        assert token_ids(run(engine, [prompt], GREEDY)) == [tokens]
+        found.append(engine.stats().num_found_tokens - before)
+    assert found == [0, 40, 40, 32, 16, 0]
+    few = LLMEngine(path, block_size=8, max_num_seqs=4)  # so that checkpoints go again
+    for _ in range(2):
+        assert token_ids(run(few, prompts, GREEDY)) == expected  # together
+    assert few.stats().num_found_tokens > 0
+    expect_nothing_held(few)
+
+
+def test_what_a_model_with_states_goes_without(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+    """Guesses; and prefixes, if chunks of prompts run token by token. The log says so, and the tokens are the same."""
+    path, model = save("mamba", **fields_of("mamba"))
     with caplog.at_level(logging.INFO, logger="pagedattn_serve"):
         engine = LLMEngine(path, block_size=8, speculation="ngram")
     said = [record.getMessage().partition(":")[0] for record in caplog.records if " keeps states" in record.message]
@@ -170,6 +195,9 @@ def test_without_prefix_caching_and_without_guesses(save: Save, caplog: pytest.L
     for prompt, tokens in zip(prompts, expected, strict=True):  # one after the other
         assert token_ids(run(engine, [prompt], GREEDY)) == [tokens]
     assert engine.stats().num_found_tokens == engine.stats().num_proposed_tokens == 0
+    path, _ = save("lfm2", "lfm2", **fields_of("lfm2"))
+    with pytest.raises(ArgumentError, match="prefix: expected a model without states"):
+        LLMEngine(path).register_prefix([1] * 40)
 
 
 def test_ranks_do_not_share_states(save: Save) -> None:
@@ -206,11 +234,11 @@ def test_info_says_what_a_sequence_and_a_token_take(save: Save, capsys: pytest.C
     assert hybrid["cache"].startswith(f"{TOKEN_BYTES:,} bytes per token")
     num_states = 20_000 // STATE_BYTES  # half of the memory
     num_blocks = (40_000 - num_states * STATE_BYTES) // (16 * TOKEN_BYTES)
-    fit = f"the states of {num_states} sequences and {num_blocks} blocks ({16 * num_blocks} tokens) in 40,000 bytes"
+    fit = f"{num_states} state slots and {num_blocks} blocks ({16 * num_blocks} tokens) in 40,000 bytes"
     assert hybrid["that fit"] == fit
     state_bytes = 2 * 4 * (160 * 4 + 8 * 12 * 16)
     assert pure["states"] == f"{state_bytes:,} bytes per sequence" and not pure.keys() & {"cache", "heads"}
-    assert pure["that fit"] == f"the states of {40_000 // state_bytes} sequences in 40,000 bytes"
+    assert pure["that fit"] == f"{40_000 // state_bytes} state slots in 40,000 bytes"
 
 
 def test_states_and_blocks_share_the_memory(save: Save, caplog: pytest.LogCaptureFixture) -> None:
@@ -233,7 +261,7 @@ def test_states_and_blocks_share_the_memory(save: Save, caplog: pytest.LogCaptur
     assert (half.num_host_state_slots, half.num_host_blocks) == (2, 2 * STATE_BYTES // block_bytes)
     assert limit_to_cache(scheduler_config, half).max_num_seqs == 3
     assert "max_num_seqs: cut from 10 to 3" in caplog.text
-    assert limit(10**9).num_state_slots == 10
+    assert limit(10**9).num_state_slots == 20  # ten for checkpoints
 
 
 def test_a_config_without_positions_has_a_limit(save: Save) -> None:

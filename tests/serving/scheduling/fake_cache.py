@@ -37,8 +37,9 @@ class FakeCache:
             (copies.to_swap_in, self.host_states, self.states),
             (copies.to_copy, self.states, self.states),
         ):
-            for src, dst in pairs:
-                target[dst] = source[src]
+            values = [source[src] for src, _ in pairs]  # all are read before any is written
+            for (_, dst), value in zip(pairs, values, strict=True):
+                target[dst] = value
             pairs.clear()
 
     def write(self, block_table: list[int], start: int, values: list[int]) -> None:

@@ -185,7 +185,9 @@ class FakeEngine:
         assert (self.manager.num_used_blocks, self.manager.num_used_host_blocks) == (0, 0)
         assert self.manager.states.num_used_slots == 0
         assert self.manager.num_free_blocks + self.num_pinned_blocks() == self.manager.num_blocks
-        assert self.scheduler.schedule() == ScheduledBatch()
+        rest = self.scheduler.schedule()
+        rest.table_writes.clear()  # of sequences that have ended since
+        assert rest == ScheduledBatch()
         if self.model.vocab_size is not None:
             self.check_outputs()
         self.num_times["accepted"] = self.scheduler.num_accepted_tokens
@@ -230,6 +232,10 @@ class FakeEngine:
         self._tables = {each.sequence: list(self.manager.tables[each.sequence]) for each in batch.sequences}
         for name in ("to_swap_out", "to_swap_in", "to_copy"):
             self.num_times[f"states {name}"] += bool(getattr(batch.state_copies, name))
+        self.num_times["states kept"] += len(batch.state_checkpoints)
+        for group in self.scheduler.running:
+            begins = group not in self._ran_before and group.sequences[0].num_computed_tokens > 0
+            self.num_times["states found"] += begins and bool(self.cache.states) and not batch.state_copies.to_swap_in
         self.check_batch(batch)
         self._check_let_in([group for group in self.scheduler.running if group not in self._ran_before], batch)
 
@@ -517,11 +523,12 @@ class FakeEngine:
                 for sequence in group.sequences[: 1 if group.in_prefill else None]:
                     num_computed = sequence.num_computed_tokens
                     assert read(tables[sequence], num_computed) == self.values(sequence)[:num_computed]
-        self._check_states()
         self._check_published()
+        self._check_states()
 
     def _check_states(self) -> None:
-        """Each state has seen what its sequence has computed; and what is in no one's slot may be anything."""
+        """Each state has seen what its sequence has computed, and each checkpoint the tokens that it is found by. Other
+        slots may hold anything."""
         manager = self.manager.states
         for states, slot_of in (
             (self.cache.states, manager.slot_of),
@@ -530,8 +537,13 @@ class FakeEngine:
             for sequence, slot in slot_of.items():
                 num_computed = sequence.num_computed_tokens
                 assert num_computed == 0 or states[slot] == self.values(sequence)[num_computed - 1]
-            for slot in set(range(len(states))).difference(slot_of.values()):
-                states[slot] = None
+        for key, slot in manager._allocator._block_of.items():
+            if key in self._content_of:
+                assert self.cache.states[slot] == self._content_of[key][-1]
+        for slot in manager._allocator._free:
+            self.cache.states[slot] = None
+        for slot in manager._host_allocator._free:
+            self.cache.host_states[slot] = None
 
     def _check_map(self) -> None:
         """The cache map says what the tables say."""

@@ -161,6 +161,9 @@ class FakeRunner:
             assert not scheduled.draft_token_ids
             states[slot] = history[-1]
             self._may_fail()
+        for index, num_new_tokens, slot in batch.state_checkpoints:
+            assert slot not in batch.state_slots
+            states[slot] = histories[index][batch.sequences[index].sequence.num_computed_tokens + num_new_tokens - 1]
 
     def _may_fail(self) -> None:
         if self._num_places == self.fail_at:

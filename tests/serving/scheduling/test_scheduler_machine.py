@@ -55,7 +55,7 @@ class RandomLoad:
             watermark=watermark,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=enable_prefix_caching,
-            num_state_slots=max_num_seqs * keeps_states,
+            num_state_slots=(max_num_seqs + seed % 5) * keeps_states,
             num_host_state_slots=num_host_blocks // 4 * keeps_states,
         )
         self.engine = FakeEngine(
@@ -66,6 +66,7 @@ class RandomLoad:
             error_rate=error_rate,
             seed=seed,
         )
+        self.engine.manager.states.checkpoint_tokens = 2 * BLOCK_SIZE
         # A batch takes so long, and not what the clock says: a run is to be the same again.
         mark_computed, token_seconds = self.engine.scheduler.mark_computed, (0.0, 0.1, 1.0)[seed % 3]
         self.engine.scheduler.mark_computed = lambda batch, _: mark_computed(
@@ -296,5 +297,7 @@ def test_random_load_meets_everything() -> None:
         "states to_swap_out",
         "states to_swap_in",
         "states to_copy",
+        "states kept",
+        "states found",
     ):
         assert num_times[what] > 0, what
