@@ -152,8 +152,9 @@ class BlockManager:
             if self.states.num_slots and table:
                 self.states.take_copy(sequence, hashes[len(table) - 1])
             else:
-                self.states.take([sequence])
-            for block_hash in hashes[len(table) :] if not self.states.num_slots else ():
+                self.states.take(sequence)
+            rest = [] if self.states.num_slots else hashes[len(table) :]  # each computes a state of its own
+            for block_hash in rest:
                 if block_hash not in block_of:
                     break
                 self._allocator.fork(block_of[block_hash])

@@ -54,10 +54,10 @@ class StateSlots:
         """Whether the states of the sequences, which have slots, could be swapped out."""
         return len({self.slot_of[each] for each in self._with_slots(sequences)}) <= self._host_allocator.num_free_blocks
 
-    def take(self, sequences: list[Sequence]) -> None:
-        """Give each of the sequences a slot. What the slot holds does not count."""
+    def take(self, sequence: Sequence) -> None:
+        """Give the sequence a slot. What the slot holds does not count."""
         if self.num_slots:
-            self.slot_of.update((sequence, self._allocator.allocate()) for sequence in sequences)
+            self.slot_of[sequence] = self._allocator.allocate()
 
     def take_copy(self, sequence: Sequence, key: bytes) -> None:
         """Give the sequence a slot, to which the checkpoint of this key is copied. There must be one."""
