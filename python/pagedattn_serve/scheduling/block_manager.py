@@ -146,23 +146,27 @@ class BlockManager:
         for blocks in found:  # before any new block is taken, so that no found block is evicted for it
             for block in blocks:
                 self._allocator.fork(block)
-        block_of: dict[bytes, int] = {}
+        block_of: dict[bytes, tuple[int, Sequence]] = {}  # and the first sequence that has the block
         for sequence, table in zip(sequences, found, strict=True):
             hashes = sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size]
             if self.states.num_slots and table:
                 self.states.take_copy(sequence, hashes[len(table) - 1])
             else:
                 self.states.take(sequence)
-            rest = [] if self.states.num_slots else hashes[len(table) :]  # each computes a state of its own
-            for block_hash in rest:
+            owner = None
+            for block_hash in hashes[len(table) :]:
                 if block_hash not in block_of:
                     break
-                self._allocator.fork(block_of[block_hash])
-                table.append(block_of[block_hash])
+                block, owner = block_of[block_hash]
+                self._allocator.fork(block)
+                table.append(block)
+            if owner is not None:
+                self.states.wait_for(sequence, owner, len(table) * self.block_size)
             sequence.num_computed_tokens = len(table) * self.block_size
             table += [self._allocator.allocate() for _ in range(self._num_blocks_for(sequence) - len(table))]
             if len(sequences) > 1:
-                block_of.update(zip(hashes, table, strict=False))
+                for block_hash, block in zip(hashes, table, strict=False):
+                    block_of.setdefault(block_hash, (block, sequence))
             self.tables[sequence] = table
         return True
 
@@ -412,11 +416,8 @@ class BlockManager:
 
     def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
         """The hashes of full blocks that are worth looking for. The block of the last token is left out, because that
-        token has to be computed. If the prompt's logits are asked for, there are none; nor for several sequences with
-        states, each of which computes its own."""
+        token has to be computed. If the prompt's logits are asked for, there are none."""
         if (alone and not self.prefix_caching) or sequence.prompt_logits_from is not None:
-            return []
-        if not alone and self.states.num_slots:
             return []
         num_blocks = (sequence.num_tokens - 1) // self.block_size
         return self._hashes(sequence, num_blocks)[:num_blocks]
@@ -429,7 +430,8 @@ class BlockManager:
         for sequence in sequences:
             self._require_unknown(sequence)
             hashes = self._hashes_before_last_token(sequence, alone=len(sequences) == 1)
-            found.append(self._find(hashes))
+            # Several sequences with states would take away the checkpoints that the others of them have found.
+            found.append([] if len(sequences) > 1 and self.states.num_slots else self._find(hashes))
             self.states.cut_to_checkpoint(found[-1], hashes)
             num_new += self._num_blocks_for(sequence) - len(found[-1])
             num_new -= sum(block_hash in shared for block_hash in hashes[len(found[-1]) :])

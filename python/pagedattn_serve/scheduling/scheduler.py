@@ -433,6 +433,7 @@ class Scheduler:
         num_free_blocks = manager.num_free_blocks
         if num_free_blocks < len(sequences) and manager.num_blocks_to_append(sequences) > num_free_blocks:
             return False
+        manager.states.hand_on(sequences)
         for sequence in sequences:
             pair = manager.append(sequence)
             if pair is not None:
@@ -454,11 +455,14 @@ class Scheduler:
         No sequence gets its last token computed before all sequences of the group can: they go on together.
         """
         num_left = [sequence.num_uncomputed_tokens for sequence in group.sequences]
-        if sum(num_left) <= budget:
+        states = self.block_manager.states
+        states.hand_on(group.sequences)
+        limits = states.limits(group.sequences)
+        if sum(num_left) <= budget and limits == num_left:
             return num_left
         chunks = []
-        for num_tokens in num_left:
-            chunks.append(min(num_tokens - (len(num_left) > 1), budget))
+        for num_tokens, limit in zip(num_left, limits, strict=True):
+            chunks.append(min(num_tokens - (len(num_left) > 1), limit, budget))
             budget -= chunks[-1]
         return chunks
 

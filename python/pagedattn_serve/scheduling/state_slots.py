@@ -2,7 +2,9 @@
 
 The states of all such layers are one slot. A sequence takes a slot with its first block, and gives it back with its
 last. Forked sequences share a slot until one of them is about to run: that sequence gets a slot of its own, to which
-the state is copied first. A sequence that is swapped out takes its state along to a slot in host memory.
+the state is copied first. A sequence that is swapped out takes its state along to a slot in host memory. If the
+sequences of a group are computed again, what they share is computed by the first of them: it stops where another one
+goes its own way, which waits for a copy of the state there.
 
 As many slots as sequences may run at once are enough, so a slot is always free when a running sequence needs one. The
 slots that are left keep checkpoints: the states of prompts at ends of blocks, found by the hash of the block. A prompt
@@ -40,6 +42,7 @@ class StateSlots:
         self._host_allocator = BlockAllocator(self._num_host_slots)
         self._copies = StateCopies()
         self._new_checkpoints: list[tuple[int, bytes]] = []  # slots that the step writes, and their keys
+        self._waiting: dict[Sequence, tuple[Sequence, int]] = {}  # for the state of which sequence, after which token
 
     @property
     def num_used_slots(self) -> int:
@@ -116,8 +119,33 @@ class StateSlots:
             self._allocator.free(shared)
             self._copies.to_copy.append((shared, slot))
 
+    def wait_for(self, sequence: Sequence, other: Sequence, num_tokens: int) -> None:
+        """Let the sequence, which has a slot, begin with the state of another one after `num_tokens` tokens."""
+        if self.num_slots:
+            self._waiting[sequence] = other, num_tokens
+
+    def hand_on(self, sequences: list[Sequence]) -> None:
+        """Before sequences of a group run: those that wait for a state which is there get a copy."""
+        for sequence in sequences if self._waiting else ():
+            other, num_tokens = self._waiting.get(sequence, (sequence, -1))
+            if other.num_computed_tokens == num_tokens:
+                self._copies.to_copy.append((self.slot_of[other], self.slot_of[sequence]))
+                del self._waiting[sequence]
+
+    def limits(self, sequences: list[Sequence]) -> list[int]:
+        """How many tokens of each sequence may run: none while it waits, and not beyond where others wait for it."""
+        limits = [sequence.num_uncomputed_tokens for sequence in sequences]
+        for i, sequence in enumerate(sequences if self._waiting else ()):
+            if sequence in self._waiting:
+                limits[i] = 0
+            else:
+                stops = [num_tokens for other, num_tokens in self._waiting.values() if other is sequence]
+                limits[i] = min([limits[i], *(stop - sequence.num_computed_tokens for stop in stops)])
+        return limits
+
     def free(self, sequence: Sequence) -> None:
         """Take the sequence's slot away, on the device or the host."""
+        self._waiting.pop(sequence, None)
         if sequence in self._host_slot_of:
             self._host_allocator.free(self._host_slot_of.pop(sequence))
         elif self.num_slots:
