@@ -96,5 +96,6 @@ def run_alone(runner: ModelRunner, token_ids: list[int], chunk_size: int, logits
                 query_start_loc=np.array([0, end - begin], dtype=np.int32),
                 sampling_rows=np.arange(end - begin if logits else 0),
                 max_seq_len=end,
+                state_slots=[0],
             )
         )

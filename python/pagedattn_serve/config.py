@@ -194,11 +194,13 @@ class SchedulerConfig:
 class CacheConfig:
     """Size of the paged key-value cache, in blocks, and what bounds the size where num_blocks is UNBOUNDED.
 
-    The fields are those of `EngineArgs`, but for three:
+    The fields are those of `EngineArgs`, but for five:
 
     watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
     num_host_blocks: blocks of the pool in host memory that others are swapped out to.
     kv_scales: (k_scale, v_scale) of each layer with a cache of its own, for a cache in fp8; None: all are 1.
+    num_state_slots: sequences whose states have room, for a model whose layers keep a state; 0: the model keeps none.
+    num_host_state_slots: the same in host memory, for sequences that are swapped out.
     """
 
     num_blocks: int
@@ -211,6 +213,8 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kv_scales: tuple[tuple[float, float], ...] | None = None
+    num_state_slots: int = 0
+    num_host_state_slots: int = 0
 
     def __post_init__(self) -> None:
         check_int("num_blocks", self.num_blocks, 1)
@@ -218,6 +222,8 @@ class CacheConfig:
         if self.block_size & (self.block_size - 1):
             raise ArgumentError("block_size", "a power of two", self.block_size)
         check_int("num_host_blocks", self.num_host_blocks, 0)
+        check_int("num_state_slots", self.num_state_slots, 0)
+        check_int("num_host_state_slots", self.num_host_state_slots, 0)
         if self.kv_cache_memory is not None:
             check_int("kv_cache_memory", self.kv_cache_memory, 1)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, but=0)

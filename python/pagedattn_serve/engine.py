@@ -18,6 +18,7 @@ from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
 from pagedattn_serve.execution.cache_engine import HostMemoryError
 from pagedattn_serve.execution.engine_setup import (
     choose_device,
+    leave_out_for_states,
     limit_to_cache,
     limit_to_memory,
     limit_to_model,
@@ -103,6 +104,7 @@ class LLMEngine:
             )
             scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, causal_lm.layers_of_caches())
             scheduler_config = limit_to_model(scheduler_config, causal_lm)
+            cache_config, scheduler_config = leave_out_for_states(cache_config, scheduler_config, causal_lm)
             cache_config = limit_to_memory(replace(cache_config, kv_scales=scales), causal_lm, scheduler_config, device)
             if workers is not None:
                 cache_config = workers.smallest(cache_config)
@@ -217,6 +219,8 @@ class LLMEngine:
         """
         if not self.scheduler.block_manager.prefix_caching:
             raise ArgumentError("enable_prefix_caching", "True for prefixes to be kept", "False")
+        if self.scheduler.block_manager.states.num_slots:
+            raise ArgumentError("prefix", "a model without states, which are not kept for good", "a model with states")
         _, token_ids = self.inputs.prompt_tokens(prefix)
         if not 0 < len(token_ids) < self.max_model_len:
             raise ArgumentError("prefix", f"1 to {self.max_model_len - 1} tokens", len(token_ids))
@@ -324,6 +328,8 @@ class LLMEngine:
             num_cached_blocks=manager.num_cached_blocks,
             num_host_blocks=manager.num_host_blocks,
             num_used_host_blocks=manager.num_used_host_blocks,
+            num_state_slots=manager.states.num_slots,
+            num_used_state_slots=manager.states.num_used_slots,
             num_used_slots=manager.num_used_slots(),
             num_recomputes=scheduler.num_recomputes,
             num_swaps=scheduler.num_swaps,

@@ -193,6 +193,7 @@ class EngineStats:
     num_blocks_without_sharing: how many blocks the sequences would hold if they shared none.
     num_cached_blocks: blocks that no sequence holds, but whose tokens a prompt can still find.
     num_used_host_blocks: how many of the num_host_blocks belong to swapped-out requests.
+    num_used_state_slots: how many of the num_state_slots belong to sequences. A model without states has no slots.
     num_used_slots: tokens whose keys and values are in used blocks; the other slots of these blocks are waste.
     num_recomputes, num_swaps: preemptions that dropped the blocks, and that swapped the blocks out.
     num_looked_up_tokens: tokens of the prompts that were let in; num_found_tokens: how many of these the cache had.
@@ -210,6 +211,8 @@ class EngineStats:
     num_cached_blocks: int
     num_host_blocks: int
     num_used_host_blocks: int
+    num_state_slots: int
+    num_used_state_slots: int
     num_used_slots: int
     num_recomputes: int
     num_swaps: int

@@ -118,6 +118,8 @@ def shape_of(path: str, dtype: str, kv_cache_dtype: str) -> ModelShape:
     model = build_model(directory, dtype)
     if checkpoint_format(directory) is not None:
         raise ArgumentError("model", "weights in 16 or 32 bits: the time of quantized ones is not known", path)
+    if model.states:
+        raise ArgumentError("model", "layers without states: the time of such layers is not known", path)
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_embedding_parameters = sum(weight.numel() for weight in embeddings)

@@ -1,9 +1,8 @@
 """`pagedattn info`: the shapes of a model, and what fits in the cache."""
 
 import argparse
-import sys
 
-from pagedattn_serve.execution.engine_setup import DEFAULT_CPU_MEMORY, block_bytes_of, choose_num_blocks
+from pagedattn_serve.execution.engine_setup import DEFAULT_CPU_MEMORY, describe_memory
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
@@ -14,8 +13,6 @@ def info(args: argparse.Namespace) -> int:
     model, stored = build_model(directory, args.dtype), checkpoint_format(directory)
     linear_layers = describe_linear_layers(model, stored, linear_forms(model, stored, args.quantization))
     memory = DEFAULT_CPU_MEMORY if args.kv_cache_memory is None else args.kv_cache_memory
-    block_bytes = block_bytes_of(model, args.block_size, args.kv_cache_dtype)
-    num_blocks = choose_num_blocks(model, memory, args.block_size, sys.maxsize, args.kv_cache_dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     for name, value in [
         ("model", args.model),
@@ -25,17 +22,10 @@ def info(args: argparse.Namespace) -> int:
         ("dtype", str(model.dtype).removeprefix("torch.")),
         ("linear layers", f"{linear_layers} (on the CPU)"),
         ("layers", model.describe_layers()),
-        ("heads", f"{model.num_heads} query, {model.describe_caches()}"),
+        *([("heads", f"{model.num_heads} query, {model.describe_caches()}")] if model.cache_shapes else []),
         ("vocabulary", f"{model.vocab_size:,}"),
         ("max_model_len", f"{model.max_model_len:,} tokens"),
-        (
-            "cache",
-            f"{block_bytes // args.block_size:,} bytes per token, {block_bytes:,} per block of {args.block_size}",
-        ),
-        (
-            "that fit",
-            f"{num_blocks:,} blocks ({num_blocks * args.block_size:,} tokens) in {memory:,} bytes",
-        ),
+        *describe_memory(model, memory, args.block_size, args.kv_cache_dtype).items(),
     ]:
         print(f"{name:15}{value}")
     return 0

@@ -11,6 +11,7 @@ from pagedattn_serve.config import DEFAULT_WATERMARK, UNBOUNDED, CacheConfig, Sc
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner
+from pagedattn_serve.execution.state_cache import bytes_per_slot
 from pagedattn_serve.models.cache_shape import bytes_per_block
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling.state import SamplingState
@@ -38,16 +39,42 @@ def block_bytes_of(model: CausalLM, block_size: int, kv_cache_dtype: str = "auto
     return bytes_per_block(model.cache_shapes, block_size, dtype)
 
 
+def state_bytes_of(model: CausalLM) -> int:
+    """Bytes that the states of one sequence take, over all layers; 0 if the model keeps none."""
+    return bytes_per_slot(model.states)
+
+
+def num_useful_state_slots(config: SchedulerConfig, prefix_caching: bool) -> int:
+    """A slot for each sequence that may run; and with prefix caching as many for checkpoints."""
+    return config.max_num_seqs * (2 if prefix_caching else 1)
+
+
+def choose_num_state_slots(model: CausalLM, memory: int, block_bytes: int, at_most: int) -> int:
+    """Slots for states that are to have room in `memory` bytes beside the blocks, not more than `at_most`.
+
+    States get half of the memory at most, but that of one sequence always; and all of it if there are no other caches.
+    Raises ValueError if there is no room for the states of one sequence and a block.
+    """
+    state_bytes = state_bytes_of(model)
+    if not state_bytes:
+        return 0
+    if memory < (least := state_bytes + block_bytes):
+        raise ArgumentError("kv_cache_memory", f"at least a block and the states of a sequence, {least} bytes", memory)
+    share = memory // 2 if block_bytes else memory
+    return min(max(share // state_bytes, 1), at_most)
+
+
 def choose_num_blocks(model: CausalLM, memory: int, block_size: int, at_most: int, kv_cache_dtype: str = "auto") -> int:
     """Blocks that fit in `memory` bytes, but not more than `at_most`. ValueError if there is room for none."""
     block_bytes = block_bytes_of(model, block_size, kv_cache_dtype)
     if memory < block_bytes:
         raise ArgumentError("kv_cache_memory", f"at least one block, {block_bytes} bytes", memory)
-    return min(memory // block_bytes, at_most)
+    return min(memory // block_bytes, at_most) if block_bytes else at_most
 
 
 def choose_num_host_blocks(model: CausalLM, config: SchedulerConfig, cache_config: CacheConfig, num_blocks: int) -> int:
-    """Blocks that fit in `swap_space` GiB, but not more than the cache has (num_blocks), nor than sequences may hold.
+    """Blocks that fit in `swap_space` GiB beside the states there (num_host_state_slots), but not more than the cache
+    has (num_blocks), nor than sequences may hold.
 
     The bound is that of the PagedAttention paper (section 4.5): no request is let in that comes after a swapped-out
     request, so what is swapped out was in the cache before. But it may be more than the cache held at one time: the
@@ -55,8 +82,9 @@ def choose_num_host_blocks(model: CausalLM, config: SchedulerConfig, cache_confi
     pool is full, and the next request is computed again.
     """
     block_bytes = block_bytes_of(model, cache_config.block_size, cache_config.kv_cache_dtype)
-    num_host_blocks = int(cache_config.swap_space * (1 << 30)) // block_bytes
-    return min(num_host_blocks, num_blocks, num_held_blocks(config, cache_config.block_size))
+    at_most = min(num_blocks, num_held_blocks(config, cache_config.block_size))
+    memory = int(cache_config.swap_space * (1 << 30)) - cache_config.num_host_state_slots * state_bytes_of(model)
+    return min(memory // block_bytes, at_most) if block_bytes else at_most
 
 
 def cuda_memory(model: CausalLM, config: SchedulerConfig, cache_config: CacheConfig, device: str) -> int:
@@ -70,9 +98,12 @@ def cuda_memory(model: CausalLM, config: SchedulerConfig, cache_config: CacheCon
     tables = TableArray(config, cache_config)
     for write in batch.table_writes:
         tables.write(*write)
-    runner = ModelRunner(model, replace(cache_config, num_blocks=num_blocks), tables, device, seed=0)
+    num_slots = len(batch.state_slots) if model.states else 0
+    trial_config = replace(cache_config, num_blocks=num_blocks, num_state_slots=num_slots)
+    runner = ModelRunner(model, trial_config, tables, device, seed=0)
     runner.execute(batch)
     own_cache = num_blocks * block_bytes_of(model, cache_config.block_size, cache_config.kv_cache_dtype)
+    own_cache += num_slots * state_bytes_of(model)
     free, total = torch.cuda.mem_get_info(device)
     used_by_others = total - free - torch.cuda.memory_reserved(device)
     needed = torch.cuda.max_memory_allocated(device) - own_cache + used_by_others
@@ -99,6 +130,7 @@ def largest_batch(config: SchedulerConfig, block_size: int) -> ScheduledBatch:
         sequence.sampling = SamplingState(SamplingParams(top_p=0.9), *tokens)
         batch.sequences.append(ScheduledSequence(sequence, length - num_drafts, 1, (0,) * num_drafts))
         batch.table_writes.append((i, 0, list(range(i * blocks_per_seq, (i + 1) * blocks_per_seq))))
+        batch.state_slots.append(i)
     return batch
 
 
@@ -137,29 +169,63 @@ def limit_to_model(config: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
     return config
 
 
+def leave_out_for_states(
+    cache_config: CacheConfig, config: SchedulerConfig, model: CausalLM
+) -> tuple[CacheConfig, SchedulerConfig]:
+    """For a model whose layers keep states: without speculation, and without prefix caching if the model cannot begin
+    where a prefix ends. The log says so."""
+    if not model.states:
+        return cache_config, config
+    if cache_config.enable_prefix_caching and model.forgets_states:
+        reason = "would compute token by token what follows a prefix"
+        logger.info("enable_prefix_caching: off, as %s keeps states and %s", model.architecture, reason)
+        cache_config = replace(cache_config, enable_prefix_caching=False)
+    if config.speculation is not None:
+        reason = "keeps states, which cannot be taken back to the token before a wrong guess"
+        logger.warning("speculation: off, as %s %s", model.architecture, reason)
+    return cache_config, replace(config, speculation=None)
+
+
 def limit_to_memory(
     cache_config: CacheConfig, model: CausalLM, scheduler_config: SchedulerConfig, device: str
 ) -> CacheConfig:
-    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; and num_host_blocks. Raises
-    ValueError if there is no room for a block, and for an int8 cache on CUDA."""
+    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; and how many blocks there are on
+    the host, and states here and there. Raises ValueError if there is no room for a block, and for an int8 cache on
+    CUDA."""
     block_size, kv_cache_dtype = cache_config.block_size, cache_config.kv_cache_dtype
     if kv_cache_dtype == "int8" and device != "cpu":
         raise ArgumentError("kv_cache_dtype", "another than int8, which is for the CPU", f"int8 on {device}")
-    num_blocks = cache_config.num_blocks
+    num_blocks, num_state_slots = cache_config.num_blocks, 0
+    if model.states:
+        num_state_slots = num_useful_state_slots(scheduler_config, cache_config.enable_prefix_caching)
     if num_blocks == UNBOUNDED:
         memory = cache_config.kv_cache_memory
         if memory is None and device == "cpu":
             memory = DEFAULT_CPU_MEMORY
         elif memory is None:
             memory = cuda_memory(model, scheduler_config, cache_config, device)
-        at_most = num_useful_blocks(scheduler_config, block_size)
+        block_bytes = block_bytes_of(model, block_size, kv_cache_dtype)
+        num_state_slots = choose_num_state_slots(model, memory, block_bytes, num_state_slots)
+        memory -= num_state_slots * state_bytes_of(model)
+        num_seqs = min(num_state_slots or scheduler_config.max_num_seqs, scheduler_config.max_num_seqs)
+        at_most = num_useful_blocks(replace(scheduler_config, max_num_seqs=num_seqs), block_size)
         num_blocks = choose_num_blocks(model, memory, block_size, at_most, kv_cache_dtype)
-    num_host_blocks = choose_num_host_blocks(model, scheduler_config, cache_config, num_blocks)
-    return replace(cache_config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    num_host_state_slots = 0
+    if model.states:  # half of the pool at most, too
+        host_memory = int(cache_config.swap_space * (1 << 30))
+        num_host_state_slots = min(host_memory // 2 // state_bytes_of(model), num_state_slots)
+    with_states = replace(cache_config, num_state_slots=num_state_slots, num_host_state_slots=num_host_state_slots)
+    num_host_blocks = choose_num_host_blocks(model, scheduler_config, with_states, num_blocks)
+    return replace(with_states, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
 
 
 def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> SchedulerConfig:
-    """Cut max_model_len to what the whole cache holds: a longer sequence could never end."""
+    """Cut max_model_len to what the whole cache holds: a longer sequence could never end. Cut max_num_seqs to the
+    sequences whose states have room."""
+    num_states = cache_config.num_state_slots
+    if 0 < num_states < config.max_num_seqs:
+        logger.warning("max_num_seqs: cut from %d to %d, whose states have room", config.max_num_seqs, num_states)
+        config = replace(config, max_num_seqs=num_states)
     num_slots = cache_config.num_blocks * cache_config.block_size
     if config.max_model_len <= num_slots:
         return config
@@ -167,10 +233,28 @@ def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> Schedu
     return replace(config, max_model_len=num_slots)
 
 
+def describe_memory(model: CausalLM, memory: int, block_size: int, kv_cache_dtype: str) -> dict[str, str]:
+    """What a sequence and a token take, and how many fit in `memory` bytes, in words."""
+    block_bytes, state_bytes = block_bytes_of(model, block_size, kv_cache_dtype), state_bytes_of(model)
+    most = num_useful_state_slots(SchedulerConfig(max_model_len=UNBOUNDED), prefix_caching=True)
+    num_states = choose_num_state_slots(model, memory, block_bytes, most)
+    words, fit = {}, []
+    if state_bytes:
+        words["states"] = f"{state_bytes:,} bytes per sequence"
+        fit.append(f"{num_states:,} state slots")
+    if block_bytes:
+        left = memory - num_states * state_bytes
+        num_blocks = choose_num_blocks(model, left, block_size, UNBOUNDED, kv_cache_dtype)
+        words["cache"] = f"{block_bytes // block_size:,} bytes per token, {block_bytes:,} per block of {block_size}"
+        fit.append(f"{num_blocks:,} blocks ({num_blocks * block_size:,} tokens)")
+    return {**words, "that fit": f"{' and '.join(fit)} in {memory:,} bytes"}
+
+
 def too_large(model: CausalLM, cache_config: CacheConfig, error: Exception) -> MemoryError:
     """The error for a cache that could not be allocated."""
     num_blocks, block_size = cache_config.num_blocks, cache_config.block_size
     num_bytes = num_blocks * block_bytes_of(model, block_size, cache_config.kv_cache_dtype)
+    num_bytes += cache_config.num_state_slots * state_bytes_of(model)
     return MemoryError(
         f"num_blocks: expected a cache that fits in memory, got {num_blocks:,} blocks of {block_size} tokens, "
         f"{num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"

@@ -4,7 +4,7 @@
 batch: its new tokens, flat and unpadded.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,9 +16,17 @@ from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.execution.cache_engine import CacheEngine, choose_cache_dtype
 from pagedattn_serve.execution.decode_graphs import DecodeGraphs
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
-from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, LastRows, NativeCausalLM
+from pagedattn_serve.execution.state_cache import StateCache
+from pagedattn_serve.models.causal_lm import (
+    AttentionMetadata,
+    CausalLM,
+    LastRows,
+    NativeCausalLM,
+    SequenceRows,
+    StepStates,
+)
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, TableArray
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, StateCheckpoint, TableArray
 
 BlockPairs = list[tuple[int, int]]
 Int32s = npt.NDArray[np.int32]
@@ -31,6 +39,7 @@ class StepInputs:
 
     token_ids, positions, slot_mapping: int64 [num_tokens].
     seq_lens, query_start_loc, sampling_rows, max_seq_len: as in `AttentionMetadata`.
+    state_slots: of the sequences' states; none if the model keeps no states. state_checkpoints: as in `ScheduledBatch`.
 
     The block tables are the first rows of the runner's `TableArray`, one for each sequence.
     """
@@ -42,6 +51,8 @@ class StepInputs:
     query_start_loc: Int32s | None
     sampling_rows: Int64s
     max_seq_len: int
+    state_slots: list[int] = field(default_factory=list)
+    state_checkpoints: list[StateCheckpoint] = field(default_factory=list)
 
     def rows_of_last_layer(self) -> tuple[npt.NDArray[Any], ...] | None:
         """The fields of `LastRows`. None, which is all rows, where few or none could be left out."""
@@ -58,6 +69,25 @@ class StepInputs:
         left_out = begins - starts[:-1]  # of the rows before those of each sequence
         of_step = np.arange(starts[-1]) + np.repeat(left_out, ends - begins)
         return of_step, starts, self.sampling_rows - left_out[sequences]
+
+    def rows_of_states(self) -> list[SequenceRows]:
+        """The rows of each sequence, for layers that keep states; in pieces that end where a state is to be kept."""
+        num_seqs = len(self.seq_lens)
+        starts = np.arange(num_seqs + 1) if self.query_start_loc is None else self.query_start_loc
+        counts = np.diff(starts)
+        is_new = self.seq_lens == counts
+        ends_of: dict[int, list[tuple[int, int | None]]] = {}  # by sequence: rows before the end of a piece, and slot
+        for i, num_new_tokens, kept_in in self.state_checkpoints:
+            ends_of.setdefault(i, []).append((num_new_tokens, kept_in))
+        pieces = []
+        rows = zip(starts[:-1].tolist(), counts.tolist(), self.state_slots, is_new.tolist(), strict=True)
+        for i, (start, count, slot, begins) in enumerate(rows):
+            done = 0
+            for end, kept_in in [*ends_of.get(i, ()), (count, None)]:
+                if end > done:
+                    pieces.append(SequenceRows(start + done, end - done, slot, begins and not done, kept_in))
+                done = end
+        return pieces
 
 
 class StepRunner:
@@ -87,6 +117,10 @@ class StepRunner:
             cache_config.num_host_blocks,
             cache_config.kv_scales,
         )
+        self.state_cache: StateCache | None = None
+        if model.states:
+            num_slots, num_host_slots = cache_config.num_state_slots, cache_config.num_host_state_slots
+            self.state_cache = StateCache(model.states, num_slots, device, num_host_slots)
         tables = torch.frombuffer(table_array.memory, dtype=torch.int32)
         self.block_tables = tables.view(table_array.num_rows, table_array.num_columns)
         # A graph needs a model whose Python code does not depend on the content of a tensor.
@@ -110,6 +144,7 @@ class StepRunner:
         """The logits of the rows that sample, valid until the next call. A CPU graph runs if one fits the batch."""
         token_ids, positions = self._tensor(inputs.token_ids), self._tensor(inputs.positions)
         query_start_loc, last_rows = inputs.query_start_loc, inputs.rows_of_last_layer()
+        states = self.state_cache
         metadata = AttentionMetadata(
             slot_mapping=self._tensor(inputs.slot_mapping),
             block_tables=self.tables_of(inputs).to(self.device),
@@ -118,6 +153,7 @@ class StepRunner:
             sampling_rows=self._tensor(inputs.sampling_rows),
             max_seq_len=inputs.max_seq_len,
             last_rows=None if last_rows is None else LastRows(*map(self._tensor, last_rows)),
+            states=None if states is None else StepStates(states.tensors, inputs.rows_of_states()),
         )
         logits = None if self._graphs is None else self._graphs.run(token_ids, positions, metadata)
         if logits is None:
@@ -181,7 +217,7 @@ class ModelRunner(StepRunner):
 
     @property
     def can_run_again(self) -> bool:
-        return True
+        return self.state_cache is None  # of some layers, the states may be those after the batch
 
     def check_health(self) -> None:
         pass
@@ -195,6 +231,8 @@ class ModelRunner(StepRunner):
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
         self.copy_blocks(batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
+        if self.state_cache is not None:
+            self.state_cache.copy(batch.state_copies)
         if not batch.sequences:
             return SamplerOutput()
         return self.sample(batch, self.run_model(self.prepare_inputs(batch)))
@@ -205,7 +243,7 @@ class ModelRunner(StepRunner):
         begins = _integers([scheduled.sequence.num_computed_tokens for scheduled in batch.sequences])
         token_ids = [scheduled.sequence.output_token_ids[-1] for scheduled in plain]
         if not others:
-            return self._plain_inputs(_integers(token_ids), begins)
+            return self._plain_inputs(_integers(token_ids), begins, batch.state_slots)
         for scheduled in others:
             sequence, begin = scheduled.sequence, scheduled.sequence.num_computed_tokens
             token_ids += sequence.tokens(begin, begin + scheduled.num_new_tokens)
@@ -236,9 +274,11 @@ class ModelRunner(StepRunner):
             query_start_loc=None if (counts == 1).all() else query_start_loc,
             sampling_rows=np.concatenate([rows, *prompt_rows]),
             max_seq_len=int(seq_lens.max()),
+            state_slots=batch.state_slots,
+            state_checkpoints=batch.state_checkpoints,
         )
 
-    def _plain_inputs(self, token_ids: Int64s, positions: Int64s) -> StepInputs:
+    def _plain_inputs(self, token_ids: Int64s, positions: Int64s, state_slots: list[int]) -> StepInputs:
         """Of a step of plain decodes: what `prepare_inputs` makes, in fewer operations."""
         rows, columns = np.arange(len(token_ids)), positions // self.block_size
         seq_lens = (positions + 1).astype(np.int32)
@@ -250,6 +290,7 @@ class ModelRunner(StepRunner):
             query_start_loc=None,
             sampling_rows=rows,
             max_seq_len=int(seq_lens.max()),
+            state_slots=state_slots,
         )
 
     def sample(self, batch: ScheduledBatch, logits: Tensor) -> SamplerOutput:

@@ -2,6 +2,7 @@
 caches of its layers. And what the families with a file of their own share.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,40 @@ class LastRows(NamedTuple):
     sampling: Tensor
 
 
+class StateShape(NamedTuple):
+    """What one state of a sequence is, for a layer that keeps more between tokens than keys and values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class SequenceRows(NamedTuple):
+    """A sequence in a step: its first row, how many rows it has, and the slot of its states.
+
+    is_new: whether these are its first tokens. Then what the slot holds does not count.
+    kept_in: another slot, which gets the states after these rows, too. The sequence may have more rows then, which
+        follow as another `SequenceRows`.
+    """
+
+    begin: int
+    num_rows: int
+    slot: int
+    is_new: bool
+    kept_in: int | None = None
+
+
+class StepStates(NamedTuple):
+    """The states of the model, each [num_slots, *shape] in the order of `CausalLM.states`, and who has rows in the
+    step."""
+
+    tensors: Sequence[Tensor]
+    rows: list[SequenceRows]
+
+
 @dataclass(slots=True)
 class AttentionMetadata:
     """Where the new tokens of one step go in the cache, and what they see there.
@@ -60,6 +95,7 @@ class AttentionMetadata:
     sampling_rows: int64 [n], the rows whose logits are asked for; none if every sequence is amid its prompt.
     max_seq_len: at least each of seq_lens. None in a graph that is replayed with other lengths: as long as the tables.
     last_rows: the rows of the last layer, which no other layer attends to. None: all.
+    states: for a model that keeps states; else None.
     """
 
     slot_mapping: Tensor
@@ -69,6 +105,7 @@ class AttentionMetadata:
     sampling_rows: Tensor
     max_seq_len: int | None = None
     last_rows: LastRows | None = None
+    states: StepStates | None = None
 
     def rows_of_layers(self, num_layers: int) -> list[LastRows | None]:
         """The rows that each layer has to return; None is all."""
@@ -88,6 +125,8 @@ class CausalLM(nn.Module):
     cache_of_layer: which of the caches each layer attends to. Several layers may attend to one cache, which the first
         of them writes. None: the layer does not attend.
     head: the name of the last layer, to the vocabulary.
+    states: what a sequence keeps between tokens beside keys and values.
+    forgets_states: whether a chunk of a prompt runs token by token, because the model would begin it without states.
     Where ranks share the model, heads and shapes are those of this rank. vocab_size is always the whole.
     """
 
@@ -101,6 +140,8 @@ class CausalLM(nn.Module):
     vocab_size: int
     max_model_len: int
     head: str
+    states: Sequence[StateShape] = ()
+    forgets_states: bool = False
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata

@@ -23,15 +23,30 @@ from transformers.utils import logging as transformers_logging
 
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.models.cache_shape import allocate_caches
-from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache, misfit
+from pagedattn_serve.models.causal_lm import (
+    AttentionMetadata,
+    CausalLM,
+    KVCache,
+    SequenceRows,
+    StepStates,
+    misfit,
+)
 from pagedattn_serve.models.latent_attention import absorb, attend_to_latents, keep_latents
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.partition import SINGLE, Partition
 from pagedattn_serve.models.transformers_slices import Joins, Slices, joined, name_of
+from pagedattn_serve.models.transformers_states import (
+    ContiguousRows,
+    StateStep,
+    keep_linear_layers,
+    mixers,
+    replace_mixers,
+)
 from pagedattn_serve.models.transformers_trial import (
     TRIAL,
     AttentionShape,
     Refusal,
+    Trial,
     TrialMask,
     give_to_layers,
     run_trial,
@@ -42,19 +57,29 @@ PAGED = "pagedattn"  # `paged_attention` in transformers' register; it has no ma
 FIRST_VERSION = (5, 19)  # of the versions that the tests were run with; before 5.4, models do not run on "meta"
 # The relative difference of logits that rounding explains; models that mix up their tokens had more than half.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+WITHOUT_POSITIONS = 1 << 16  # tokens of a sequence for a model that knows no positions, as it keeps states alone
 
 
 class Step:
     """What the layers find beside their own arguments while the model is called: the caches, where to look in them, and
     what the trial has seen of each layer.
 
-    shapes: of the attention of each layer. cache_of_layer: as in `CausalLM`.
+    shapes: of the attention of each layer that attends. cache_of_layer: as in `CausalLM`.
+    states: for the layers that keep a state (`MixerForward`).
     """
+
+    inputs: tuple[Sequence[KVCache], AttentionMetadata, Tensor] | None = None  # the last one: positions
+    states: StateStep | None = None
+    is_trial = False
 
     def __init__(self, shapes: dict[int, AttentionShape], cache_of_layer: list[int | None]) -> None:
         self.shapes = shapes
         self.cache_of_layer = cache_of_layer
-        self.inputs: tuple[Sequence[KVCache], AttentionMetadata, Tensor] | None = None  # the last one: positions
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether transformers calls the layers, and not a step of the engine."""
+        return self.states is None
 
 
 class NumTokensBefore:
@@ -100,20 +125,24 @@ class TransformersCausalLM(CausalLM):
             text_config = config.get_text_config()
             self.model = build(config, dtype)
             self.max_model_len = max_model_len(text_config)
-            shapes = run_trial(self.model, text_config)
+            trial = run_trial(self.model, text_config)
             self.head = f"model.{name_of(self.model, self.model.get_output_embeddings())}"
         except Exception as error:  # also what a model runs into that expects a mask, or numbers
             raise self.refusal(error) from None
         self.partition = partition
-        self.slices = None if partition.world_size == 1 else self.slice(shapes)
-        if self.slices is not None:
-            shapes = self.slices.attention
+        states = trial.mixer_cache.shapes()
+        self.state_keys, self.states = list(states), list(states.values())
+        self.linear_use = trial.linear_use
+        keep_linear_layers(self.model, self.linear_use.read)
+        self.slices = None if partition.world_size == 1 else self.slice(trial)
+        shapes = trial.shapes if self.slices is None else self.slices.attention
         absorb(self.model)
         self.num_layers = text_config.num_hidden_layers
-        self.num_heads = max(shape.num_heads for shape in shapes.values())
+        self.num_heads = max((shape.num_heads for shape in shapes.values()), default=0)
         writers = sorted({shape.writer for shape in shapes.values()})
         self.cache_shapes = [shapes[layer].cache_shape for layer in writers]
-        self.cache_of_layer = [writers.index(shapes[layer].writer) for layer in range(self.num_layers)]
+        cache_of = {layer: writers.index(shape.writer) for layer, shape in shapes.items()}
+        self.cache_of_layer = [cache_of.get(layer) for layer in range(self.num_layers)]
         self.vocab_size = text_config.vocab_size
         self.step = Step(shapes, self.cache_of_layer)
 
@@ -135,6 +164,8 @@ class TransformersCausalLM(CausalLM):
             self.slices.make_slices(self.model)
         keep_latents(self.model, (TRIAL, PAGED))
         absorb(self.model)
+        replace_mixers(self.model)
+        keep_linear_layers(self.model, self.linear_use.read)
         give_to_layers(self.model, self.step)
         tell_positions(self.model, self.step)
         try:
@@ -145,18 +176,21 @@ class TransformersCausalLM(CausalLM):
         if not difference < TOLERANCES[self.dtype]:
             reason = f"its logits are not those that it has with its own attention, they differ by {difference:.1%}"
             raise self.refusal(Refusal(reason))
+        self.forgets_states = any(mixer.forgets for mixer in mixers(self.model))
 
-    def slice(self, shapes: dict[int, AttentionShape]) -> Slices:
+    def slice(self, trial: Trial) -> Slices:
         """The rank's slices, which the model without weights is made of.
 
-        shapes: those of the whole model. Raises ArgumentError if ranks cannot share the model.
+        trial: of the whole model. Raises ArgumentError if ranks cannot share the model.
         """
         try:
-            slices = Slices(self.model, shapes, self.partition)
+            if self.states:
+                raise Refusal("its layers keep states, which are not shared")
+            slices = Slices(self.model, trial.shapes, self.partition)
             slices.cut_all(self.model)
             slices.make_slices(self.model)
             with joined(self.model, slices.joins_alone()):
-                if run_trial(self.model, self.config.get_text_config()) != slices.attention:
+                if run_trial(self.model, self.config.get_text_config()).shapes != slices.attention:
                     raise Refusal("its slices attend with other heads than those of a rank")
         except ArgumentError:
             raise
@@ -173,22 +207,22 @@ class TransformersCausalLM(CausalLM):
         ranks = self.partition.communicator
         if self.slices is None or ranks is None:
             assert self.partition.world_size == 1
-            return {}
+            return {f"model.{name}": ContiguousRows for name in self.linear_use.scattered}
         return {f"model.{name}": join for name, join in self.slices.joins(ranks).items()}
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         self.step.inputs = kv_caches, metadata, positions
+        if metadata.states is not None:
+            self.step.states = StateStep(self.state_keys, metadata.states)
+        inputs = {"position_ids": positions[None]} if self.cache_shapes else {}
         try:
             outputs = self.model(
-                input_ids=token_ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=metadata.sampling_rows,
+                input_ids=token_ids[None], use_cache=False, logits_to_keep=metadata.sampling_rows, **inputs
             )
         finally:
-            self.step.inputs = None  # or the cache would stay in memory when its owner lets go of it
+            self.step.inputs = self.step.states = None  # or caches would stay in memory when their owner lets go
         logits: Tensor = outputs.logits[0]
         return logits
 
@@ -202,12 +236,14 @@ class TransformersCausalLM(CausalLM):
         block_size, device = 8, self.model.device
         pairs = allocate_caches(self.cache_shapes, 4, block_size, self.dtype, device)
         kv_caches = [KVCache(*pair) for pair in pairs]
+        states = [torch.empty(2, *state.shape, dtype=state.dtype, device=device) for state in self.states]
         begin, end = (0, self.vocab_size) if self.slices is None else self.slices.vocabulary.ranges[0]
         sequences = [begin + (torch.arange(n, device=device) * 7 + n) % min(end - begin, 1000) for n in (11, 6)]
         expected = self.alone(sequences)
         differences = []
         computed = [0, 0]
         for counts in ([4, 5], [7, 1]):
+            rows = [SequenceRows(i * counts[0], counts[i], 1 - i, not computed[i]) for i in (0, 1)]
             pieces = [torch.arange(c, c + n, device=device) for c, n in zip(computed, counts, strict=True)]
             computed = [c + n for c, n in zip(computed, counts, strict=True)]
             metadata = AttentionMetadata(
@@ -216,6 +252,7 @@ class TransformersCausalLM(CausalLM):
                 seq_lens=torch.tensor(computed, dtype=torch.int32, device=device),
                 query_start_loc=torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device),
                 sampling_rows=torch.arange(sum(counts), device=device),
+                states=StepStates(states, rows) if states else None,
             )
             token_ids = torch.cat([tokens[piece] for tokens, piece in zip(sequences, pieces, strict=True)])
             actual = self(token_ids, torch.cat(pieces), kv_caches, metadata).float()
@@ -295,16 +332,20 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None or [model_class.__name__] != config.architectures:
         raise Refusal(f"it is not the causal language model of model_type {config.model_type!r}")
-    if model_class._is_stateful:
-        raise Refusal("it keeps another state between tokens than keys and values")
-    for argument in ("position_ids", "logits_to_keep"):
-        if argument not in inspect.signature(model_class.forward).parameters:
-            raise Refusal(f"its forward does not take {argument}")
+    arguments = inspect.signature(model_class.forward).parameters
+    if "logits_to_keep" not in arguments:
+        raise Refusal("its forward does not take logits_to_keep")
     # All other implementations of experts look at numbers, and a model without weights has none.
     model = AutoModelForCausalLM.from_config(
         config, dtype=dtype, attn_implementation=TRIAL, experts_implementation="batched_mm"
     )
     keep_latents(model, (TRIAL, PAGED))
+    replace_mixers(model)
+    if not mixers(model):
+        if model_class._is_stateful:
+            raise Refusal("it keeps another state between tokens than keys and values")
+        if "position_ids" not in arguments:
+            raise Refusal("its forward does not take position_ids")
     return model.eval()
 
 
@@ -369,7 +410,7 @@ def max_model_len(config: Any) -> int:
     "dynamic" turns them in another way for each length.
     """
     rope = getattr(config, "rope_parameters", None) or {}
-    length: int = config.max_position_embeddings
+    length: int = getattr(config, "max_position_embeddings", None) or WITHOUT_POSITIONS
     for parameters in (rope, *rope.values()):  # the same for all layers, or a dict for each type of layer
         match parameters.get("rope_type") if isinstance(parameters, dict) else None:
             case "dynamic":

@@ -8,6 +8,7 @@ each layer's call of attention is looked at, and what is not understood is refus
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -20,13 +21,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
 from pagedattn_serve.models.cache_shape import CacheShape
 from pagedattn_serve.models.latent_attention import is_latent
+from pagedattn_serve.models.transformers_states import LinearUse, TrialCache, mixers, watch_linear_layers
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
 # What a layer may tell its attention function beside query, key, value and mask. Every other argument must be None.
 HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
 WITHOUT_EFFECT = {"position_ids", "cache_position", "logits_to_keep"}  # the first two find sequences for kernels
-LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+WITH_STATES = {"linear_attention", "conv", "hybrid"}  # types of layers with a mixer; hybrid ones attend as well
+FEED_FORWARD = {"mlp", "moe"}  # types of layers that keep nothing between tokens
+LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", *WITH_STATES, *FEED_FORWARD}
 
 
 class Refusal(Exception):
@@ -65,11 +69,26 @@ class TrialMask:
 
 
 class Trial:
-    """What the layers of a model ask of attention, by layer."""
+    """What the layers of a model ask of attention, by layer; which states they keep; and how linear layers are used."""
+
+    is_alone = False  # for mixers (`MixerForward`): this is a trial, and no call by transformers alone
+    is_trial = True
 
     def __init__(self) -> None:
         self.shapes: dict[int, AttentionShape] = {}
         self.keys_and_values: dict[int, tuple[Tensor, Tensor]] = {}
+        self.mixer_cache = TrialCache()
+        self.linear_use = LinearUse([], [])
+        self._is_in_mixer = False
+
+    @contextmanager
+    def within_mixer(self, layer: int) -> Iterator[None]:
+        """While the mixer of a layer runs."""
+        if layer in {key.layer for key in self.mixer_cache.shapes()}:
+            raise Refusal(f"layer {layer} changes its state twice")
+        self._is_in_mixer = True
+        yield
+        self._is_in_mixer = False
 
     def record(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: object, options: dict[str, Any]
@@ -77,6 +96,8 @@ class Trial:
         layer = module.layer_idx
         if layer in self.shapes:
             raise Refusal(f"layer {layer} calls attention twice")
+        if self._is_in_mixer:
+            raise Refusal(f"layer {layer} attends where it changes its state")
         if query.shape[0] != 1 or query.shape[2] != NUM_TOKENS or key.shape[2] != NUM_TOKENS:
             raise Refusal(f"layer {layer} attends to something else than the tokens of its sequence")
         is_causal = options.pop("is_causal", None)
@@ -154,29 +175,41 @@ def check_mask(layer: int, mask: object, sliding_window: int | None) -> int:
     raise Refusal(f"the mask of layer {layer} shows something else than {window}")
 
 
-def run_trial(model: PreTrainedModel, config: Any) -> dict[int, AttentionShape]:
-    """What each layer of `model` asks of attention. The model is on "meta" and has the text config `config`. Raises
-    Refusal for what cannot run. Raises any other exception if the model expects a mask, or numbers."""
+def run_trial(model: PreTrainedModel, config: Any) -> Trial:
+    """What each layer of `model` asks of attention, and keeps. The model is on "meta" and has the text config `config`.
+    Raises Refusal for what cannot run. Raises any other exception if the model expects a mask, or numbers."""
     unknown = set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES
     if unknown:
         raise Refusal(f"it has layers of type {min(unknown)}")
     trial = Trial()
     give_to_layers(model, trial)
     token_ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
-    with without_checks_of_distributions():
-        model(
-            input_ids=token_ids,
-            attention_mask=torch.ones_like(token_ids),  # without it, positions are searched for several sequences
-            position_ids=torch.arange(NUM_TOKENS, device="meta")[None],
-            use_cache=False,
-            logits_to_keep=torch.arange(NUM_TOKENS, device="meta"),
-        )
-    if not trial.shapes:
+    # Without a mask, positions are searched for several sequences. Models with mixers look at the mask's values.
+    attention_mask = torch.ones_like(token_ids, device="cpu" if mixers(model) else "meta")
+    inputs = dict(
+        input_ids=token_ids,
+        attention_mask=attention_mask,
+        use_cache=False,
+        logits_to_keep=torch.arange(NUM_TOKENS, device="meta"),
+    )
+    if "position_ids" in signature(model.forward).parameters:
+        inputs["position_ids"] = torch.arange(NUM_TOKENS, device="meta")[None]
+    with watch_linear_layers(model) as trial.linear_use, without_checks_of_distributions():
+        model(**inputs)
+    with_states = {key.layer for key in trial.mixer_cache.shapes()}
+    if not trial.shapes and not with_states:
         raise Refusal("its layers do not call transformers' attention interface")
-    if sorted(trial.shapes) != list(range(config.num_hidden_layers)):
-        raise Refusal(f"of its {config.num_hidden_layers} layers, {len(trial.shapes)} attend to keys and values")
-    sizes = [shape.cache_shape.head_size for shape in trial.shapes.values() if not shape.is_latent]
-    if (size := max(sizes, default=0)) > MAX_HEAD_SIZE:
+    layer_types = getattr(config, "layer_types", None) or ()
+    if with_states:
+        without_mixer = {layer for layer, type in enumerate(layer_types) if type in WITH_STATES} - with_states
+        if without_mixer:
+            raise Refusal(f"layer {min(without_mixer)}, of type {layer_types[min(without_mixer)]}, has no known state")
+    num_idle = sum(type in FEED_FORWARD for type in layer_types)
+    layers = trial.shapes.keys() | with_states
+    if len(layers) + num_idle != config.num_hidden_layers or not layers <= set(range(config.num_hidden_layers)):
+        raise Refusal(f"of its {config.num_hidden_layers} layers, {len(layers)} attend to keys and values")
+    head_sizes = [shape.cache_shape.head_size for shape in trial.shapes.values() if not shape.is_latent]
+    if (size := max(head_sizes, default=0)) > MAX_HEAD_SIZE:
         raise Refusal(f"its heads of size {size} are larger than the ops know, up to {MAX_HEAD_SIZE}")
     uses_windows = getattr(config, "layer_types", None) is not None or {
         shape.sliding_window for shape in trial.shapes.values()
@@ -185,7 +218,7 @@ def run_trial(model: PreTrainedModel, config: Any) -> dict[int, AttentionShape]:
     if not uses_windows and window is not None and window < config.max_position_embeddings:
         # Without this, transformers' cache would drop tokens behind the window, even where layers have no window.
         raise Refusal(f"its config has a sliding_window of {window}, which its layers do not use")
-    return trial.shapes
+    return trial
 
 
 @contextmanager
@@ -204,3 +237,10 @@ def give_to_layers(model: PreTrainedModel, state: object) -> None:
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             module.pagedattn = state
+            if module.layer_idx in (None, -1):  # Zamba's attention
+                module.register_forward_pre_hook(note_layer, with_kwargs=True)
+
+
+def note_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """For an attention module that is told its layer when it is called."""
+    module.layer_idx = kwargs.get("layer_idx", module.layer_idx)

@@ -7,7 +7,8 @@ copied when one of its sequences is about to write to it. A group can be swapped
 Prefix caching: a full block is known by the hash of its tokens and of the block before it (the first block: and of the
 sequence's salt). So a sequence that begins with the same tokens finds the block. A block is published when the tokens
 that fill it are scheduled. That is early enough: a sequence that finds the block runs in the same step or later, and in
-each layer all keys and values of a step are written before any are read.
+each layer all keys and values of a step are written before any are read. Where layers keep a state besides, blocks are
+found up to the last one whose end has a checkpoint of the state (`StateSlots`).
 """
 
 import math
@@ -18,7 +19,14 @@ from struct import Struct
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence, TableArray, TableWrite
+from pagedattn_serve.scheduling.sequence import (
+    ScheduledBatch,
+    ScheduledSequence,
+    Sequence,
+    TableArray,
+    TableWrite,
+)
+from pagedattn_serve.scheduling.state_slots import StateSlots
 
 
 class BlockManager:
@@ -27,6 +35,7 @@ class BlockManager:
     tables: to be read only.
     table_array: the block tables of the batch that was placed last, which the ops read. What changes in a table that
         has a row is written there at once.
+    states: the slot of each sequence's state, if the model keeps states; to be read only.
 
     The sequences of a group, which may share blocks, are given together, as a list. If a method says that there is no
     room, nothing was changed.
@@ -41,6 +50,7 @@ class BlockManager:
         self.tables: dict[Sequence, list[int]] = {}
         self._host_allocator = BlockAllocator(cache_config.num_host_blocks)
         self._host_tables: dict[Sequence, list[int]] = {}
+        self.states = StateSlots(cache_config.num_state_slots, cache_config.num_host_state_slots)
         self.table_array = table_array
         self._rows = TableRows(table_array)
 
@@ -117,7 +127,7 @@ class BlockManager:
 
     def can_allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
         """Whether `allocate` would."""
-        return self._has_room(*self._plan(sequences), keep_watermark)
+        return self.states.have_room(sequences) and self._has_room(*self._plan(sequences), keep_watermark)
 
     def allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
         """Give the sequences blocks for all their tokens, and set how many of these tokens are computed already.
@@ -131,23 +141,32 @@ class BlockManager:
         preempted for them. Raises ValueError if a sequence holds blocks already.
         """
         num_new, found = self._plan(sequences)
-        if not self._has_room(num_new, found, keep_watermark):
+        if not (self.states.have_room(sequences) and self._has_room(num_new, found, keep_watermark)):
             return False
         for blocks in found:  # before any new block is taken, so that no found block is evicted for it
             for block in blocks:
                 self._allocator.fork(block)
-        block_of: dict[bytes, int] = {}
+        block_of: dict[bytes, tuple[int, Sequence]] = {}  # and the first sequence that has the block
         for sequence, table in zip(sequences, found, strict=True):
             hashes = sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size]
+            if self.states.num_slots and table:
+                self.states.take_copy(sequence, hashes[len(table) - 1])
+            else:
+                self.states.take(sequence)
+            owner = None
             for block_hash in hashes[len(table) :]:
                 if block_hash not in block_of:
                     break
-                self._allocator.fork(block_of[block_hash])
-                table.append(block_of[block_hash])
+                block, owner = block_of[block_hash]
+                self._allocator.fork(block)
+                table.append(block)
+            if owner is not None:
+                self.states.wait_for(sequence, owner, len(table) * self.block_size)
             sequence.num_computed_tokens = len(table) * self.block_size
             table += [self._allocator.allocate() for _ in range(self._num_blocks_for(sequence) - len(table))]
             if len(sequences) > 1:
-                block_of.update(zip(hashes, table, strict=False))
+                for block_hash, block in zip(hashes, table, strict=False):
+                    block_of.setdefault(block_hash, (block, sequence))
             self.tables[sequence] = table
         return True
 
@@ -158,6 +177,11 @@ class BlockManager:
         the token's block was shared, returns the (src, dst) pair to copy before the token is written: copy-on-write.
         Raises ValueError if the sequence holds no blocks or lacks more than one, OutOfBlocksError if none is free.
         """
+        pair = self._append_block(sequence)
+        self.states.make_own(sequence)
+        return pair
+
+    def _append_block(self, sequence: Sequence) -> tuple[int, int] | None:
         table = self.block_table(sequence)
         num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
         num_missing = -(-num_tokens // self.block_size) - len(table)
@@ -206,10 +230,15 @@ class BlockManager:
         for block in table:
             self._allocator.fork(block)
         self.tables[child] = table
+        self.states.fork(parent, child)
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's blocks away, on the device or the host. Shared blocks stay with their other sequences.
         ValueError if it holds none."""
+        self._free_blocks(sequence)
+        self.states.free(sequence)
+
+    def _free_blocks(self, sequence: Sequence) -> None:
         if sequence in self._host_tables:
             for block in self._host_tables.pop(sequence):
                 self._host_allocator.free(block)
@@ -228,13 +257,22 @@ class BlockManager:
         self._allocator = BlockAllocator(self.num_blocks, self._allocator.pinned)
         self._host_tables = {}
         self._host_allocator = BlockAllocator(self._host_allocator.num_blocks)
+        self.states.clear()
         self._rows.clear()
 
     # ---- the array of a batch ---------------------------------------------------------------------------------------
 
     def place(self, batch: ScheduledBatch) -> None:
-        """Let row i of `table_array` be the block table of the i-th sequence. Plain decodes may change their order."""
+        """Let row i of `table_array` be the block table of the i-th sequence. Plain decodes may change their order.
+
+        Tell the batch the slots of the sequences' states, which slots are to be copied, and what checkpoints to make.
+        """
         batch.table_writes = self._rows.place(batch.sequences, batch.num_plain, self.tables)
+        if self.states.num_slots:
+            batch.state_slots = [self.states.slot_of[scheduled.sequence] for scheduled in batch.sequences]
+            batch.state_copies = self.states.take_copies()
+            if self.prefix_caching:
+                batch.state_checkpoints = self.states.plan_checkpoints(batch, self.block_size, self._hashes)
 
     # ---- swapping ---------------------------------------------------------------------------------------------------
 
@@ -246,12 +284,13 @@ class BlockManager:
         """
         tables = [self.block_table(sequence) for sequence in sequences]
         blocks = dict.fromkeys(block for table in tables for block in table)
-        if len(blocks) > self._host_allocator.num_free_blocks:
+        if len(blocks) > self._host_allocator.num_free_blocks or not self.states.host_has_room(sequences):
             return None
         host_of = {block: self._host_allocator.allocate() for block in blocks}
         host_tables = self._translate(sequences, tables, host_of, self._host_allocator)
+        self.states.swap_out(sequences)
         for sequence in sequences:
-            self.free(sequence)
+            self._free_blocks(sequence)
         self._host_tables |= host_tables
         return list(host_of.items())
 
@@ -277,14 +316,15 @@ class BlockManager:
         found = list(device_of.values())
         to_copy = list(dict.fromkeys(block for table in tables for block in table if block not in device_of))
         num_new = len(to_copy) + self._num_to_append(sequences, tables, self._host_allocator)
-        if not self._has_room(num_new, [found], keep_watermark):
+        if not (self.states.have_room(sequences) and self._has_room(num_new, [found], keep_watermark)):
             return None
         for block in found:
             self._allocator.fork(block)
         device_of.update((block, self._allocator.allocate()) for block in to_copy)
         device_tables = self._translate(sequences, tables, device_of, self._allocator)
+        self.states.swap_in(sequences)
         for sequence in sequences:
-            self.free(sequence)
+            self._free_blocks(sequence)
         self.tables |= device_tables
         return [(block, device_of[block]) for block in to_copy]
 
@@ -329,9 +369,10 @@ class BlockManager:
         return len(hashes) * self.block_size
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each block's reference count is the number of tables that hold it, and
-        `table_array` has the tables of the sequences that have rows."""
+        """Raise AssertionError unless each block's reference count is the number of tables that hold it, `table_array`
+        has the tables of the sequences that have rows, and the sequences with blocks are those with slots."""
         self._rows.check_integrity(self.tables)
+        self.states.check_integrity(set(self.tables), set(self._host_tables))
         assert not self.tables.keys() & self._host_tables.keys(), "a sequence with blocks here and there"
         for allocator, tables in ((self._allocator, self.tables), (self._host_allocator, self._host_tables)):
             allocator.check_integrity()
@@ -389,7 +430,9 @@ class BlockManager:
         for sequence in sequences:
             self._require_unknown(sequence)
             hashes = self._hashes_before_last_token(sequence, alone=len(sequences) == 1)
-            found.append(self._find(hashes))
+            # Several sequences with states would take away the checkpoints that the others of them have found.
+            found.append([] if len(sequences) > 1 and self.states.num_slots else self._find(hashes))
+            self.states.cut_to_checkpoint(found[-1], hashes)
             num_new += self._num_blocks_for(sequence) - len(found[-1])
             num_new -= sum(block_hash in shared for block_hash in hashes[len(found[-1]) :])
             shared.update(hashes)

@@ -15,7 +15,8 @@ sequences get the rest of the budget. These are the bounds:
   afterwards nobody does.
 
 With speculation, guesses at a sequence's next tokens run behind its last token (Leviathan et al., ICML 2023). They get
-the budget and the blocks that are left at the end, so they take nothing from anybody.
+the budget and the blocks that are left at the end, so they take nothing from anybody. A model whose layers keep a state
+gets no guesses, because a state cannot be taken back to the token before a wrong guess.
 
 All groups stand in one order: of their arrival, or with the policy "priority" of arrival shifted by priority. Each of
 `running`, `swapped` and `waiting` is sorted by it. From this follows what keeps the rest short:
@@ -72,7 +73,8 @@ class Scheduler:
 
     table_array: where the block tables of each step are written (`BlockManager`); None makes one.
 
-    Raises ValueError if max_model_len tokens do not fit in the cache: such a sequence could never end.
+    Raises ValueError if max_model_len tokens do not fit in the cache: such a sequence could never end; and if there are
+    states, for fewer than max_num_seqs of them.
     """
 
     def __init__(
@@ -85,6 +87,10 @@ class Scheduler:
                 f"at most {num_slots} tokens, what {cache_config.num_blocks} blocks of {cache_config.block_size} hold",
                 scheduler_config.max_model_len,
             )
+        num_states = cache_config.num_state_slots
+        if 0 < num_states < scheduler_config.max_num_seqs:
+            expected = f"at most {num_states}, the sequences whose states the cache holds"
+            raise ArgumentError("max_num_seqs", expected, scheduler_config.max_num_seqs)
         self.config = scheduler_config
         self.block_manager = BlockManager(cache_config, table_array or TableArray(scheduler_config, cache_config))
         self.waiting: list[SequenceGroup] = []
@@ -96,7 +102,8 @@ class Scheduler:
         self.num_found_tokens = 0  # of these, how many were in the cache
         self.num_proposed_tokens = 0
         self.num_accepted_tokens = 0
-        self._proposer = PromptLookup() if scheduler_config.speculation == "ngram" else None
+        has_drafts = scheduler_config.speculation == "ngram" and not num_states
+        self._proposer = PromptLookup() if has_drafts else None
         self._pace = PromptPace(scheduler_config.max_num_batched_tokens)
         self._num_passing_tokens = 0  # of prompts beside a long prompt, since the long prompt last ran as if alone
         self._num_arrived = 0
@@ -165,6 +172,7 @@ class Scheduler:
             self.observe(batch, seconds)
         manager = self.block_manager
         block_size, merges = manager.block_size, manager.prefix_caching
+        manager.states.publish_checkpoints()
         for scheduled in batch.sequences:
             sequence = scheduled.sequence
             begin = sequence.num_computed_tokens
@@ -425,6 +433,7 @@ class Scheduler:
         num_free_blocks = manager.num_free_blocks
         if num_free_blocks < len(sequences) and manager.num_blocks_to_append(sequences) > num_free_blocks:
             return False
+        manager.states.hand_on(sequences)
         for sequence in sequences:
             pair = manager.append(sequence)
             if pair is not None:
@@ -446,11 +455,14 @@ class Scheduler:
         No sequence gets its last token computed before all sequences of the group can: they go on together.
         """
         num_left = [sequence.num_uncomputed_tokens for sequence in group.sequences]
-        if sum(num_left) <= budget:
+        states = self.block_manager.states
+        states.hand_on(group.sequences)
+        limits = states.limits(group.sequences)
+        if sum(num_left) <= budget and limits == num_left:
             return num_left
         chunks = []
-        for num_tokens in num_left:
-            chunks.append(min(num_tokens - (len(num_left) > 1), budget))
+        for num_tokens, limit in zip(num_left, limits, strict=True):
+            chunks.append(min(num_tokens - (len(num_left) > 1), limit, budget))
             budget -= chunks[-1]
         return chunks
 

@@ -5,7 +5,7 @@ reads for one step: the batch, and the array of its block tables. Nothing else p
 from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 
@@ -176,6 +176,26 @@ class SequenceGroup:
         return self.rules.num_sequences
 
 
+@dataclass(slots=True)
+class StateCopies:
+    """Pairs of state slots to copy, in this order: (device, host), then (host, device), then (source, target)."""
+
+    to_swap_out: list[tuple[int, int]] = field(default_factory=list)
+    to_swap_in: list[tuple[int, int]] = field(default_factory=list)
+    to_copy: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.to_swap_out or self.to_swap_in or self.to_copy)
+
+
+class StateCheckpoint(NamedTuple):
+    """A state to keep: of the i-th sequence of the batch, after so many of its new tokens, in this slot."""
+
+    sequence: int
+    num_new_tokens: int
+    slot: int
+
+
 TableWrite = tuple[int, int, list[int]]  # row, column of the first block, blocks
 
 
@@ -222,6 +242,9 @@ class ScheduledBatch:
         group of beams, has output, runs its last token, and draws one token.
     num_long_tokens: how many tokens belong to prompts that do not fit in a step.
     table_writes: what was written to `table_array` since the batch before, as arguments of `TableArray.write`.
+    state_slots: the slot of each sequence's state; none if the model keeps no states.
+    state_copies: slots to copy, at the time of the blocks. Whoever has copied them clears the lists.
+    state_checkpoints: states to keep amid the step, in the order of the sequences and of the tokens.
     """
 
     sequences: list[ScheduledSequence] = field(default_factory=list)
@@ -234,6 +257,9 @@ class ScheduledBatch:
     num_plain: int = 0
     num_long_tokens: int = 0
     table_writes: list[TableWrite] = field(default_factory=list)
+    state_slots: list[int] = field(default_factory=list)
+    state_copies: StateCopies = field(default_factory=StateCopies)
+    state_checkpoints: list[StateCheckpoint] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -242,6 +268,6 @@ class ScheduledBatch:
 
     @property
     def has_copies(self) -> bool:
-        """Whether blocks are still to be copied. There may be some without any sequence to run: the blocks of a group
-        that made room for another group, which is `outgrown` nevertheless."""
-        return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy)
+        """Whether blocks or states are still to be copied. There may be some without any sequence to run: those of a
+        group that made room for another group, which is `outgrown` nevertheless."""
+        return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy or self.state_copies)

@@ -1,17 +1,23 @@
-"""The paged cache with plain values in the place of keys and values, to check what a block table leads to."""
+"""The paged cache with plain values for keys and values, and for states, to check what tables and slots lead to."""
 
 from collections.abc import Iterable
 
 from pagedattn_serve.config import CacheConfig
+from pagedattn_serve.scheduling.sequence import StateCopies
 
 
 class FakeCache:
-    """A device and a host pool, [num_blocks][block_size] values; None where nothing was written since `poison`."""
+    """A device and a host pool, [num_blocks][block_size] values; None where nothing was written since `poison`.
+
+    states, host_states: by slot, the value of the last token that the state has seen.
+    """
 
     def __init__(self, config: CacheConfig) -> None:
         self.block_size = config.block_size
         self.blocks: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_blocks)]
         self.host_blocks: list[list[int | None]] = [[None] * config.block_size for _ in range(config.num_host_blocks)]
+        self.states: list[int | None] = [None] * config.num_state_slots
+        self.host_states: list[int | None] = [None] * config.num_host_state_slots
 
     def swap_out(self, pairs: list[tuple[int, int]]) -> None:
         for block, host_block in pairs:
@@ -24,6 +30,17 @@ class FakeCache:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         for src, dst in pairs:
             self.blocks[dst] = list(self.blocks[src])
+
+    def copy_states(self, copies: StateCopies) -> None:
+        for pairs, source, target in (
+            (copies.to_swap_out, self.states, self.host_states),
+            (copies.to_swap_in, self.host_states, self.states),
+            (copies.to_copy, self.states, self.states),
+        ):
+            values = [source[src] for src, _ in pairs]  # all are read before any is written
+            for (_, dst), value in zip(pairs, values, strict=True):
+                target[dst] = value
+            pairs.clear()
 
     def write(self, block_table: list[int], start: int, values: list[int]) -> None:
         for position, value in enumerate(values, start):

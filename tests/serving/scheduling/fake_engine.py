@@ -183,8 +183,11 @@ class FakeEngine:
             self.step()
         assert not self.engine.has_unfinished_requests()
         assert (self.manager.num_used_blocks, self.manager.num_used_host_blocks) == (0, 0)
+        assert self.manager.states.num_used_slots == 0
         assert self.manager.num_free_blocks + self.num_pinned_blocks() == self.manager.num_blocks
-        assert self.scheduler.schedule() == ScheduledBatch()
+        rest = self.scheduler.schedule()
+        rest.table_writes.clear()  # of sequences that have ended since
+        assert rest == ScheduledBatch()
         if self.model.vocab_size is not None:
             self.check_outputs()
         self.num_times["accepted"] = self.scheduler.num_accepted_tokens
@@ -227,6 +230,12 @@ class FakeEngine:
         plain = [scheduled.sequence for scheduled in batch.sequences[: batch.num_plain]]
         self.num_times["plain decodes that go on"] += sum(sequence in self._tables for sequence in plain)
         self._tables = {each.sequence: list(self.manager.tables[each.sequence]) for each in batch.sequences}
+        for name in ("to_swap_out", "to_swap_in", "to_copy"):
+            self.num_times[f"states {name}"] += bool(getattr(batch.state_copies, name))
+        self.num_times["states kept"] += len(batch.state_checkpoints)
+        for group in self.scheduler.running:
+            begins = group not in self._ran_before and group.sequences[0].num_computed_tokens > 0
+            self.num_times["states found"] += begins and bool(self.cache.states) and not batch.state_copies.to_swap_in
         self.check_batch(batch)
         self._check_let_in([group for group in self.scheduler.running if group not in self._ran_before], batch)
 
@@ -515,6 +524,27 @@ class FakeEngine:
                     num_computed = sequence.num_computed_tokens
                     assert read(tables[sequence], num_computed) == self.values(sequence)[:num_computed]
         self._check_published()
+        self._check_states()
+
+    def _check_states(self) -> None:
+        """Each state has seen what its sequence has computed, and each checkpoint the tokens that it is found by. Other
+        slots may hold anything."""
+        manager = self.manager.states
+        for states, slot_of in (
+            (self.cache.states, manager.slot_of),
+            (self.cache.host_states, manager._host_slot_of),
+        ):
+            for sequence, slot in slot_of.items():
+                num_computed = sequence.num_computed_tokens
+                if num_computed and sequence not in manager._waiting:
+                    assert states[slot] == self.values(sequence)[num_computed - 1]
+        for key, slot in manager._allocator._block_of.items():
+            if key in self._content_of:
+                assert self.cache.states[slot] == self._content_of[key][-1]
+        for slot in manager._allocator._free:
+            self.cache.states[slot] = None
+        for slot in manager._host_allocator._free:
+            self.cache.host_states[slot] = None
 
     def _check_map(self) -> None:
         """The cache map says what the tables say."""

@@ -81,8 +81,6 @@ class FakeRunner:
     fail_at: if set, `execute` raises RuntimeError at this one of the places where it can be cut off.
     """
 
-    can_run_again = True
-
     def __init__(
         self,
         model: FakeModel,
@@ -99,6 +97,10 @@ class FakeRunner:
         self.values_of: dict[Sequence, list[int]] = {}
         self._on_batch = on_batch
         self._num_places = 0
+
+    @property
+    def can_run_again(self) -> bool:
+        return not self.cache.states
 
     def values(self, sequence: Sequence) -> list[int]:
         """What the cache is to hold for each of its tokens."""
@@ -122,6 +124,8 @@ class FakeRunner:
                 copy(blocks)
                 self._may_fail()
                 blocks.clear()
+        self.cache.copy_states(batch.state_copies)
+        self._may_fail()
         if not batch.sequences:
             return SamplerOutput()
         tables = self._tables(batch)
@@ -132,6 +136,7 @@ class FakeRunner:
             self._may_fail()
         for table, history in zip(tables, histories, strict=True):  # after all writes, as in each layer
             assert self.cache.read(table, len(history)) == history
+        self._advance_states(batch, histories)
         output = self._sample(batch, histories)
         self._report_prompts(batch, output)
         return output
@@ -144,6 +149,21 @@ class FakeRunner:
         for array in (self.manager.table_array, self.other_rank):
             assert [array.row(row, len(table)) for row, table in enumerate(tables)] == tables
         return tables
+
+    def _advance_states(self, batch: ScheduledBatch, histories: list[list[int]]) -> None:
+        """A state has seen what its sequence has computed, and sees the step's tokens."""
+        states = self.cache.states
+        assert len(batch.state_slots) == (len(batch.sequences) if states else 0)
+        assert len(set(batch.state_slots)) == len(batch.state_slots)
+        for scheduled, slot, history in zip(batch.sequences, batch.state_slots, histories, strict=False):
+            begin = scheduled.sequence.num_computed_tokens
+            assert begin == 0 or states[slot] == history[begin - 1]
+            assert not scheduled.draft_token_ids
+            states[slot] = history[-1]
+            self._may_fail()
+        for index, num_new_tokens, slot in batch.state_checkpoints:
+            assert slot not in batch.state_slots
+            states[slot] = histories[index][batch.sequences[index].sequence.num_computed_tokens + num_new_tokens - 1]
 
     def _may_fail(self) -> None:
         if self._num_places == self.fail_at:

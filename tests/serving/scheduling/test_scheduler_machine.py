@@ -1,5 +1,5 @@
 """Random load on an engine with a tiny cache: groups, beams, swaps, prefix hits, pins, priorities, drafts, aborts,
-steps that fail, and interrupts at any moment.
+steps that fail, and interrupts at any moment. With and without states beside the blocks.
 
 FakeEngine checks each step of the real engine, and in the end that every request got what it gets alone. A small
 vocabulary and few beginnings of prompts make equal tokens, and so hits, frequent.
@@ -35,6 +35,7 @@ class RandomLoad:
         preemption_mode: str,
         speculation: str | None,
         enable_prefix_caching: bool,
+        keeps_states: bool,
         watermark: float,
         stop_rate: float,
         error_rate: float,
@@ -54,6 +55,8 @@ class RandomLoad:
             watermark=watermark,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=enable_prefix_caching,
+            num_state_slots=(max_num_seqs + seed % 5) * keeps_states,
+            num_host_state_slots=num_host_blocks // 4 * keeps_states,
         )
         self.engine = FakeEngine(
             scheduler_config,
@@ -63,6 +66,7 @@ class RandomLoad:
             error_rate=error_rate,
             seed=seed,
         )
+        self.engine.manager.states.checkpoint_tokens = 2 * BLOCK_SIZE
         # A batch takes so long, and not what the clock says: a run is to be the same again.
         mark_computed, token_seconds = self.engine.scheduler.mark_computed, (0.0, 0.1, 1.0)[seed % 3]
         self.engine.scheduler.mark_computed = lambda batch, _: mark_computed(
@@ -132,6 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemption_mode=st.sampled_from(["auto", "recompute", "swap"]),
         speculation=st.sampled_from([None, "ngram"]),
         enable_prefix_caching=st.booleans(),
+        keeps_states=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
         stop_rate=st.sampled_from([0.0, 0.05]),
         error_rate=st.sampled_from([0.0, 0.02]),
@@ -211,6 +216,7 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
         preemption_mode=random.choice(["auto", "recompute", "swap", "swap"]),
         speculation=random.choice([None, "ngram"]),
         enable_prefix_caching=random.random() < 0.7,
+        keeps_states=seed % 4 == 3,
         watermark=random.choice([0.0, 0.01, 0.3]),
         stop_rate=random.choice([0.0, 0.05]),
         error_rate=random.choice([0.0, 0.0, 0.02]),
@@ -288,5 +294,10 @@ def test_random_load_meets_everything() -> None:
         "beams as alone",
         "measured without a long prompt",
         "passed a long prompt",
+        "states to_swap_out",
+        "states to_swap_in",
+        "states to_copy",
+        "states kept",
+        "states found",
     ):
         assert num_times[what] > 0, what

@@ -45,6 +45,11 @@ GAUGES: list[tuple[str, str, Callable[[EngineStats], float]]] = [
         "Share of the blocks for swapping in use, 0 to 1.",
         lambda s: s.num_used_host_blocks / max(s.num_host_blocks, 1),
     ),
+    (
+        "state_slots_usage_perc",
+        "Share of the slots for states of layers in use, 0 to 1.",
+        lambda s: s.num_used_state_slots / max(s.num_state_slots, 1),
+    ),
 ]
 COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     ("prompt_tokens", "Tokens of prompts.", lambda s: s.num_prompt_tokens),

@@ -106,6 +106,9 @@ function showFigures({ stats, time, latencies }, last) {
   set("waiting", stats.num_waiting);
   set("swapped", stats.num_swapped);
   set("use", percent.format(stats.num_used_blocks / stats.num_blocks));
+  $("states").hidden = stats.num_state_slots === 0;
+  set("num-states", number.format(stats.num_used_state_slots));
+  set("num-state-slots", number.format(stats.num_state_slots));
   set("preemptions", stats.num_recomputes + stats.num_swaps);
   if (stats.num_looked_up_tokens) set("hits", percent.format(stats.num_found_tokens / stats.num_looked_up_tokens));
   if (last === null) return;

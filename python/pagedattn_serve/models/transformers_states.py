@@ -1,0 +1,319 @@
+"""Layers of transformers that keep a state between tokens: transformers' own mixers, on the state slots of the engine.
+
+A mixer (Gated DeltaNet, Mamba, a short convolution) asks a cache of transformers for its states, and hands the new
+states back. Here it gets a `MixerCache` in that place. It is called once for all sequences that run a single token, and
+once for each chunk of a prompt.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pagedattn_serve.models.causal_lm import SequenceRows, StateShape, StepStates
+
+# A module is a mixer if its forward calls one of these methods of a cache, which is one of these arguments.
+WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
+CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+CONVOLUTION, RECURRENT = "convolution", "recurrent"
+
+
+class StateKey(NamedTuple):
+    """Which state: of which layer, CONVOLUTION or RECURRENT, and which of several of the kind."""
+
+    layer: int
+    kind: str
+    number: int
+
+
+class MixerCache:
+    """The part of transformers' caches that mixers use.
+
+    states: of the sequences that the mixer is called with, by key, [num_seqs, *shape]. They are overwritten.
+    is_new: whether the sequences begin, so that what is in their states does not count.
+    """
+
+    def __init__(self, states: dict[StateKey, Tensor], is_new: bool) -> None:
+        self._states = states
+        self._is_new = is_new
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return not self._is_new
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return False
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return None if self._is_new else self._states.get(StateKey(layer_idx, CONVOLUTION, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return None if self._is_new else self._states.get(StateKey(layer_idx, RECURRENT, state_idx))
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.get_recurrent_state(layer_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        """conv_states: new columns, [num_seqs, channels, num_tokens]. Returns them behind those of the state, or behind
+        zeros where they are fewer than a state has."""
+        size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        key = StateKey(layer_idx, CONVOLUTION, state_idx)
+        state = self._state_of(key, conv_states.new_empty(*conv_states.shape[:-1], size))
+        if not self._is_new:
+            conv_states = torch.cat([state, conv_states], dim=-1)
+        elif (missing := state.shape[-1] - conv_states.shape[-1]) > 0:
+            conv_states = nn.functional.pad(conv_states, (missing, 0))
+        state.copy_(conv_states[..., -state.shape[-1] :])
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        state = self._state_of(StateKey(layer_idx, RECURRENT, state_idx), recurrent_states)
+        return state.copy_(recurrent_states)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def _state_of(self, key: StateKey, like: Tensor) -> Tensor:
+        return self._states[key]
+
+
+class TrialCache(MixerCache):
+    """Notes what states a mixer keeps, by key."""
+
+    def __init__(self) -> None:
+        super().__init__({}, is_new=True)
+
+    def _state_of(self, key: StateKey, like: Tensor) -> Tensor:
+        return self._states.setdefault(key, torch.empty_like(like))
+
+    def shapes(self) -> dict[StateKey, StateShape]:
+        """The states of a sequence. In the order of the layers."""
+        return {key: StateShape(state.shape[1:], state.dtype) for key, state in sorted(self._states.items())}
+
+
+class Call(NamedTuple):
+    """One call of a mixer: for one token of each of some sequences, or for a chunk of one sequence.
+
+    rows: of the step, a slice or int64 [num_seqs]. slots: of the states, in the same order.
+    is_new: whether it is a chunk at the beginning of its sequence. kept_in: as in `SequenceRows`.
+    """
+
+    rows: slice | Tensor
+    slots: slice | Tensor
+    is_new: bool
+    kept_in: int | None = None
+
+    @property
+    def is_chunk(self) -> bool:
+        return isinstance(self.rows, slice)
+
+
+class StateStep:
+    """The states of all layers in one step, and the calls that a mixer runs the step with.
+
+    keys: of the model's states, in the order of `states.tensors`.
+    """
+
+    def __init__(self, keys: Sequence[StateKey], states: StepStates) -> None:
+        self._tensors = dict(zip(keys, states.tensors, strict=True))
+        single: list[SequenceRows] = []
+        self.calls: list[Call] = []
+        for rows in states.rows:  # one row that follows others of its sequence comes after them: it is among the last
+            if rows.num_rows == 1 and not rows.is_new and rows.kept_in is None:
+                single.append(rows)
+            else:
+                self.calls.append(_chunk(rows))
+        if single:
+            device = states.tensors[0].device
+            of_step, slots = torch.tensor([(each.begin, each.slot) for each in single], device=device).unbind(1)
+            self.calls.append(Call(of_step, slots, is_new=False))
+
+    def of_layer(self, layer: int) -> dict[StateKey, Tensor]:
+        """The states of a layer, [num_slots, *shape]."""
+        return {key: tensor for key, tensor in self._tensors.items() if key.layer == layer}
+
+
+def _chunk(rows: SequenceRows) -> Call:
+    of_step, slots = slice(rows.begin, rows.begin + rows.num_rows), slice(rows.slot, rows.slot + 1)
+    return Call(of_step, slots, rows.is_new, rows.kept_in)
+
+
+class MixerForward:
+    """The forward of a mixer, in the place of its own. `mixer.pagedattn` says where it is called: in a trial, in a step
+    of the engine, or by transformers alone."""
+
+    def __init__(self, mixer: Any, cache_argument: str) -> None:
+        self._mixer = mixer
+        self._forward = mixer.forward
+        self._signature = inspect.signature(mixer.forward)
+        self._cache_argument = cache_argument
+        self.forgets: bool | None = None  # whether a chunk begins without the state before it; None: not tried yet
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        place = self._mixer.pagedattn
+        if place.is_alone:
+            return self._forward(*args, **kwargs)
+        arguments = self._signature.bind(*args, **kwargs).arguments
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                arguments.update(arguments.pop(name, {}))
+        hidden: Tensor = arguments.pop("hidden_states")
+        if "attention_mask" in arguments:
+            arguments["attention_mask"] = None  # it would say which rows are padding, and there is none
+        if place.is_trial:
+            with place.within_mixer(self._mixer.layer_idx):
+                arguments[self._cache_argument] = place.mixer_cache
+                return self._forward(hidden, **arguments)
+        return self._run(hidden[0], place.states, arguments)
+
+    def _run(self, hidden: Tensor, step: StateStep, arguments: dict[str, Any]) -> Any:
+        """hidden: all rows of the step, [num_rows, hidden_size]."""
+        states = step.of_layer(self._mixer.layer_idx)
+        out: Tensor | None = None
+        result: Any = None
+        for call in self._split(step.calls, hidden, states, arguments):
+            rows = hidden[call.rows]
+            of_sequences = {key: state[call.slots] for key, state in states.items()}  # for a chunk, views
+            arguments[self._cache_argument] = MixerCache(of_sequences, call.is_new)
+            result = self._forward(rows[None] if call.is_chunk else rows[:, None], **arguments)
+            mixed = result[0] if isinstance(result, tuple) else result
+            if out is None:
+                out = mixed.new_empty(len(hidden), mixed.shape[-1])
+            out[call.rows] = mixed.flatten(0, 1)
+            if not call.is_chunk:
+                for key, state in of_sequences.items():
+                    states[key][call.slots] = state
+            if call.kept_in is not None:
+                for key, state in of_sequences.items():
+                    states[key][call.kept_in] = state[0]
+        assert out is not None
+        return (out[None], *[None] * (len(result) - 1)) if isinstance(result, tuple) else out[None]
+
+    def _split(
+        self, calls: list[Call], hidden: Tensor, states: dict[StateKey, Tensor], arguments: dict[str, Any]
+    ) -> Iterator[Call]:
+        """The calls; token by token where the mixer forgets the state before a chunk."""
+        for call in calls:
+            if not call.is_chunk or call.is_new:
+                yield call
+                continue
+            if self.forgets is None:
+                self.forgets = self._finds_no_state(call, hidden, states, arguments)
+            if not self.forgets:
+                yield call
+                continue
+            assert isinstance(call.rows, slice)
+            for row in range(call.rows.start, call.rows.stop):
+                yield call._replace(rows=slice(row, row + 1))  # if the state is kept, each keeps it, the last for good
+
+    def _finds_no_state(
+        self, call: Call, hidden: Tensor, states: dict[StateKey, Tensor], arguments: dict[str, Any]
+    ) -> bool:
+        """Whether the recurrent states before a chunk count for nothing: with NaN in their place, the results are none.
+        That is so for the scan of Mamba 1 in torch, which begins with zeros."""
+        if not any(key.kind == RECURRENT for key in states):
+            return False
+        copies = {
+            key: torch.full_like(state[call.slots], torch.nan) if key.kind == RECURRENT else state[call.slots].clone()
+            for key, state in states.items()
+        }
+        cache = MixerCache(copies, is_new=False)
+        result = self._forward(hidden[call.rows][None], **{**arguments, self._cache_argument: cache})
+        mixed = result[0] if isinstance(result, tuple) else result
+        return not bool(mixed.isnan().any())
+
+
+def replace_mixers(model: nn.Module) -> None:
+    """Give each mixer of the model a `MixerForward`."""
+    for module in model.modules():
+        forward = inspect.unwrap(type(module).forward)
+        if hasattr(module, "layer_idx") and WRITES.intersection(forward.__code__.co_names):
+            names = inspect.signature(forward).parameters
+            argument = next(name for name in CACHE_ARGUMENTS if name in names)
+            vars(module)["forward"] = MixerForward(module, argument)
+
+
+def mixers(model: nn.Module) -> list[MixerForward]:
+    """What replaces the forwards of the model's mixers."""
+    return [module.forward for module in model.modules() if isinstance(module.forward, MixerForward)]
+
+
+# ---- linear layers that do not come as the ops take them ------------------------------------------------------------
+
+
+class WatchedLinear(nn.Linear):
+    """A linear layer during a trial. is_read: whether its weight was read from outside. is_scattered: whether it was
+    given rows that are not contiguous."""
+
+    is_read = False
+    is_scattered = False
+    _is_running = False
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.is_scattered |= hidden.stride(-1) != 1
+        self._is_running = True
+        try:
+            return super().forward(hidden)
+        finally:
+            self._is_running = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and not self._is_running:
+            self.is_read = True
+        return super().__getattr__(name)
+
+
+class OwnLinear(nn.Linear):
+    """A linear layer that stays as it is, because another module reads its weight."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
+
+
+def keep_linear_layers(model: nn.Module, names: list[str]) -> None:
+    """Let the linear layers of these names stay as they are when the others are packed."""
+    for name in names:
+        model.get_submodule(name).__class__ = OwnLinear
+
+
+class ContiguousRows(nn.Module):
+    """A linear layer that is given rows which are not contiguous."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.linear(hidden.contiguous())
+        return result
+
+
+class LinearUse(NamedTuple):
+    """What the modules of a model do with its linear layers, by name: read their weights; give them scattered rows."""
+
+    read: list[str]
+    scattered: list[str]
+
+
+@contextmanager
+def watch_linear_layers(model: nn.Module) -> Iterator[LinearUse]:
+    """Say at the end how linear layers were used."""
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
+    for layer in layers.values():
+        layer.__class__ = WatchedLinear
+    use = LinearUse([], [])
+    try:
+        yield use
+    finally:
+        for name, layer in layers.items():
+            if layer.is_read:
+                use.read.append(name)
+            elif layer.is_scattered:
+                use.scattered.append(name)
+            for note in ("is_read", "is_scattered", "_is_running"):
+                vars(layer).pop(note, None)
+            layer.__class__ = nn.Linear
