@@ -50,7 +50,8 @@ void check_paged_attention(const Tensor& query, Tensor& key_cache, Tensor& value
                            StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
                            const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window);
 void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
-                       const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse);
+                       const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse,
+                       double lse_base);
 
 // cache
 void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,

@@ -37,7 +37,7 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "SymInt? right_window=None) -> ()");
   m.def(
       "merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
-      "Tensor suffix_output, Tensor suffix_lse) -> ()");
+      "Tensor suffix_output, Tensor suffix_lse, *, float lse_base=2.7182818284590451) -> ()");
 
   // cache
   m.def(

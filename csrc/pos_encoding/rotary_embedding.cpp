@@ -78,7 +78,8 @@ void rotate(const Door& door, const Tensor& positions, Tensor& query, const std:
   door.present("cos_sin_cache", cos_sin_cache);
   const ScalarType cos_sin_dtype = cos_sin_cache.scalar_type();
   door.check_type(cos_sin_dtype == query.scalar_type() || cos_sin_dtype == ScalarType::Float, "cos_sin_cache",
-                  "expected dtype ", query.scalar_type(), " or float32, got ", cos_sin_dtype);
+                  "expected dtype ", query.scalar_type(), params.dtype == DType::FLOAT32 ? "" : " or float32", ", got ",
+                  cos_sin_dtype);
   params.cos_sin_dtype = cos_sin_dtype == query.scalar_type() ? params.dtype : DType::FLOAT32;
   door.rank("cos_sin_cache", cos_sin_cache, 2);
   door.contiguous("cos_sin_cache", cos_sin_cache);
