@@ -3,7 +3,8 @@
 Usage: python bench/adapters.py [--rounds N] [NAME ...]
 
 Each call is one of a decode step: 2 sequences, 8 heads of 64 elements, 2 KV heads, fp32. "ops" are the ops that the
-call runs, called directly with the arguments that they get there. Both take turns, and each number is a median.
+call runs, called directly with the arguments that they get there. Both take turns, and each number is the tenth
+percentile of the rounds: what else runs on a machine makes a call slower, and never faster.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import importlib
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
+from statistics import quantiles
 from typing import Any
 
 import torch
@@ -230,7 +231,7 @@ def ops_of(call: Call) -> Call:
 
 
 def microseconds(calls: Sequence[Call], num_rounds: int) -> list[float]:
-    """Medians of calls that take turns."""
+    """Tenth percentiles of calls that take turns."""
     times: list[list[int]] = [[] for _ in calls]
     for _ in range(num_rounds):
         for call, of_call in zip(calls, times, strict=True):
@@ -238,7 +239,7 @@ def microseconds(calls: Sequence[Call], num_rounds: int) -> list[float]:
             for _ in range(CALLS_A_ROUND):
                 call()
             of_call.append(time.thread_time_ns() - start)
-    return [median(of_call[len(of_call) // 10 :]) / CALLS_A_ROUND / 1e3 for of_call in times]
+    return [quantiles(of_call, n=10)[0] / CALLS_A_ROUND / 1e3 for of_call in times]
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ void layer_norm(Tensor& out, const Tensor& input, const Tensor& weight, const Te
 
 // pos_encoding
 void rotary_embedding(const Tensor& positions, Tensor& query, const std::optional<Tensor>& key, int64_t head_size,
-                      const Tensor& cos_sin_cache, bool is_neox);
+                      const Tensor& cos_sin_cache, bool is_neox, const std::optional<Tensor>& sin_cache);
 void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, int64_t head_size,
                            const Tensor& cos_sin_cache);
 

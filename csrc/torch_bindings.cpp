@@ -69,7 +69,7 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
   // pos_encoding
   m.def(
       "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, Tensor cos_sin_cache, "
-      "bool is_neox) -> ()");
+      "bool is_neox, *, Tensor? sin_cache=None) -> ()");
   m.def(
       "rotary_embedding_neox(Tensor positions, Tensor(a!) query, Tensor(b!) key, SymInt head_size, "
       "Tensor cos_sin_cache) -> ()");

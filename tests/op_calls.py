@@ -29,7 +29,7 @@ fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float e
 gemma_rms_norm(Tensor(a!) out, Tensor input, Tensor weight, float epsilon) -> ()
 gemma_fused_add_rms_norm(Tensor(a!) input, Tensor(b!) residual, Tensor weight, float epsilon) -> ()
 layer_norm(Tensor(a!) out, Tensor input, Tensor weight, Tensor bias, float epsilon) -> ()
-rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, Tensor cos_sin_cache, bool is_neox) -> ()
+rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, Tensor cos_sin_cache, bool is_neox, *, Tensor? sin_cache=None) -> ()
 rotary_embedding_neox(Tensor positions, Tensor(a!) query, Tensor(b!) key, SymInt head_size, Tensor cos_sin_cache) -> ()
 silu_and_mul(Tensor(a!) out, Tensor input) -> ()
 mul_and_silu(Tensor(a!) out, Tensor input) -> ()

@@ -22,7 +22,8 @@ OF_TOKENS = OF_KEYS | {"first_blocks": "cu_seqlens_k", "end_blocks": "cu_seqlens
 OF_TOKENS |= {"max_num_blocks_per_seq": "max_seqlen_k"}
 OF_CACHES = NAMES | {"key_cache": "k_cache", "value_cache": "v_cache", "seq_lens": "cache_seqlens"}
 OF_CACHES |= dict.fromkeys(("positions", "first_positions"), "cache_seqlens")
-OF_CACHES |= {"start_loc": "cu_seqlens_k_new", "num_tokens": "rows of k", "cos_sin_cache": "rotary_cos"}
+OF_CACHES |= {"start_loc": "cu_seqlens_k_new", "num_tokens": "rows of k"}
+OF_CACHES |= {"cos_sin_cache": "rotary_cos", "sin_cache": "rotary_sin"}
 
 
 def options_of(

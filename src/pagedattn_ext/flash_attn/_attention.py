@@ -451,8 +451,10 @@ def _tokens_as_pages(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
     return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
 
 
-def _cos_sin(function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin: Tensor | None) -> Tensor:
-    """The two side by side, as `ops.rotary_embedding` has them."""
+def _cos_sin(
+    function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The two as `ops.rotary_embedding` takes them."""
     if rotary_cos is None or rotary_sin is None:
         missing, given = ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
         raise ValueError(f"{function.__name__}: {missing}: expected a tensor beside {given}, got None")
@@ -464,7 +466,7 @@ def _cos_sin(function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin
         raise TypeError(
             f"{function.__name__}: rotary_sin: expected {rotary_cos.dtype}, as rotary_cos has, got {rotary_sin.dtype}"
         )
-    return torch.cat([rotary_cos, rotary_sin], dim=-1)
+    return rotary_cos.contiguous(), rotary_sin.contiguous()
 
 
 def _rotated(
@@ -472,10 +474,11 @@ def _rotated(
     names: dict[str, str],
     rows: Tensor,
     positions: Tensor,
-    cos_sin_cache: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
     interleaved: bool,
 ) -> Tensor:
     rotated = rows.clone()
-    arguments = positions.long(), rotated, None, rows.shape[-1], cos_sin_cache, not interleaved
-    call_as(function, names, ops.rotary_embedding, *arguments)
+    cos, sin = cos_sin
+    arguments = positions.long(), rotated, None, rows.shape[-1], cos, not interleaved
+    call_as(function, names, ops.rotary_embedding, *arguments, sin_cache=sin)
     return rotated
