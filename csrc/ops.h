@@ -54,7 +54,8 @@ std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_p
                                          const Tensor& k_pe_cache, const Tensor& block_tables, const Tensor& seq_lens,
                                          const std::optional<Tensor>& query_start_loc, double scale, bool causal);
 void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
-                       const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse);
+                       const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse,
+                       double lse_base);
 
 // cache
 void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
@@ -87,7 +88,7 @@ void layer_norm(Tensor& out, const Tensor& input, const Tensor& weight, const Te
 
 // pos_encoding
 void rotary_embedding(const Tensor& positions, Tensor& query, const std::optional<Tensor>& key, int64_t head_size,
-                      const Tensor& cos_sin_cache, bool is_neox);
+                      const Tensor& cos_sin_cache, bool is_neox, const std::optional<Tensor>& sin_cache);
 void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, int64_t head_size,
                            const Tensor& cos_sin_cache);
 

@@ -42,7 +42,7 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, bool causal=True) -> (Tensor, Tensor)");
   m.def(
       "merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
-      "Tensor suffix_output, Tensor suffix_lse) -> ()");
+      "Tensor suffix_output, Tensor suffix_lse, *, float lse_base=2.7182818284590451) -> ()");
 
   // cache
   m.def(
@@ -75,7 +75,7 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
   // pos_encoding
   m.def(
       "rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!)? key, SymInt head_size, Tensor cos_sin_cache, "
-      "bool is_neox) -> ()");
+      "bool is_neox, *, Tensor? sin_cache=None) -> ()");
   m.def(
       "rotary_embedding_neox(Tensor positions, Tensor(a!) query, Tensor(b!) key, SymInt head_size, "
       "Tensor cos_sin_cache) -> ()");

@@ -9,9 +9,10 @@ import pytest
 import torch
 from checks import assert_same_bits
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagedattn_ext import CPUGraph, flashinfer
-from pagedattn_ext.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from pagedattn_ext.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from pagedattn_ext.ops._call import tensors_in
 
 HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE, NUM_PAGES = 4, 2, 16, 4, 8
@@ -160,6 +161,33 @@ def test_compiled(name: str) -> None:
     with torch.inference_mode():
         results = torch.compile(step, fullgraph=True, backend="aot_eager")(arguments)
         assert_all_same(all_tensors(results, arguments), all_tensors(step(mine), mine))
+
+
+FIRST_CALLS: dict[str, Callable[[], Any]] = {
+    "fake tensors": FakeTensorMode,
+    "graph": lambda: CPUGraph().capture(),
+    "inference mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("where", FIRST_CALLS)
+def test_what_is_kept_is_good_for_later_calls(where: str) -> None:
+    """Tensors that follow from shapes and numbers are made once, but not where a call is recorded."""
+    batch = 40 + [*FIRST_CALLS].index(where)  # sizes that no other test has
+
+    def step() -> tuple[Tensor, ...]:
+        q, k, v = torch.ones(batch, 2, HEADS, HEAD_SIZE), *torch.ones(2, batch, 3, KV_HEADS, HEAD_SIZE)
+        rotated = flashinfer.apply_rope_pos_ids(q[:, 0], k[:, 0], torch.arange(batch), rope_theta=float(batch))
+        return flash_attn_func(q, k, v), *rotated
+
+    with torch.no_grad(), FIRST_CALLS[where]():
+        step()
+    with torch.no_grad():
+        out, rotated, _ = step()
+        torch.testing.assert_close(out, torch.ones_like(out))
+        first = torch.arange(batch, dtype=torch.float32)
+        torch.testing.assert_close(rotated[:, 0, 0], first.cos() - first.sin())
+        assert_all_same([*step()], [*step()])
 
 
 # A value that reaches other memory, and what the error names.

@@ -25,6 +25,15 @@ def test_a_bool_is_no_scale(name: str, scale: Any) -> None:
         wrapper.run(Q[:2], pages, **run)
 
 
+@pytest.mark.parametrize("name", ["rope_scale", "rope_theta"])
+def test_a_bool_is_no_scale_of_a_rotation(name: str) -> None:
+    """Even if the number that it equals was taken before."""
+    apply, positions = flashinfer.apply_rope_pos_ids, torch.arange(3)
+    apply(Q, Q, positions, **{name: 1})
+    with pytest.raises(TypeError, match=rf"^apply_rope_pos_ids: {name}: expected a number, got True"):
+        apply(Q, Q, positions, **{name: True})
+
+
 @pytest.mark.parametrize("name", OF_PLAN)
 def test_a_bool_is_no_scale_of_one_sequence(name: str) -> None:
     with pytest.raises(TypeError, match=rf"^single_prefill_with_kv_cache: {name}: expected a number, got True"):

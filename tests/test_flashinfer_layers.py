@@ -308,7 +308,7 @@ FP8 = torch.empty(3, 8, dtype=torch.float8_e4m3fn)
         ("rmsnorm", (X, WEIGHT[:4]), r"weight: expected shape \[8\], got \[4\]"),
         ("gemma_rmsnorm", (X, WEIGHT, -1.0), "eps: expected a number that is not negative, got -1"),
         ("gemma_rmsnorm", (X, WEIGHT, 1e-6, X[:1]), r"out: expected shape \[3, 8\], got \[1, 8\]"),
-        ("layernorm", (X, WEIGHT.half(), WEIGHT), "gemma: expected dtype float32 or float32, got float16"),
+        ("layernorm", (X, WEIGHT.half(), WEIGHT), "gemma: expected dtype float32, got float16"),
         ("layernorm", (X, WEIGHT, WEIGHT[:4]), r"beta: expected shape \[8\], got \[4\]"),
         ("rmsnorm_quant", (FP8, X, WEIGHT, True), "scale: expected a number, got True"),
         ("rmsnorm_quant", (FP8, X, WEIGHT, WEIGHT), r"scale: expected one element, got shape \[8\]"),

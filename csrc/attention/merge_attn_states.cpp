@@ -1,12 +1,15 @@
 #include "attention/merge_attn_states.h"
 
+#include <cmath>
+
 #include "ops.h"
 #include "run.h"
 
 namespace pagedattn {
 
 void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, const Tensor& prefix_output,
-                       const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse) {
+                       const Tensor& prefix_lse, const Tensor& suffix_output, const Tensor& suffix_lse,
+                       double lse_base) {
   const Door door("merge_attn_states", prefix_output);
   MergeAttnStatesParams params{};
   params.dtype = door.float_dtype("prefix_output", prefix_output);
@@ -34,6 +37,8 @@ void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, 
     door.other_memory("output_lse", *output_lse, "output", output);
     params.output_lse = output_lse->mutable_data_ptr<float>();
   }
+  door.check(lse_base > 1, "lse_base", "expected a number above 1, got ", lse_base);
+  params.ln_base = static_cast<float>(std::log(door.finite("lse_base", lse_base)));
   params.output = output.mutable_data_ptr();
   params.prefix_output = prefix_output.const_data_ptr();
   params.prefix_lse = prefix_lse.const_data_ptr<float>();

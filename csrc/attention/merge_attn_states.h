@@ -17,6 +17,7 @@ struct MergeAttnStatesParams {
   const float* prefix_lse;    // [num_tokens, num_heads]
   const void* suffix_output;  // [num_tokens, num_heads, head_size]
   const float* suffix_lse;    // [num_tokens, num_heads]
+  float ln_base;              // the natural logarithm of the base that every lse has
 };
 
 // Rows [begin, end). A row is a (token, head) pair.

@@ -18,8 +18,8 @@ void merge_row(const MergeAttnStatesParams& p, int64_t row) {
   const float suffix_lse = lse_of(p.suffix_lse[row]);
   const float largest = prefix_lse > suffix_lse ? prefix_lse : suffix_lse;
   const float base = softmax_base(largest);
-  const float prefix_sum = exp(prefix_lse - base);
-  const float suffix_sum = exp(suffix_lse - base);
+  const float prefix_sum = exp((prefix_lse - base) * p.ln_base);
+  const float suffix_sum = exp((suffix_lse - base) * p.ln_base);
   const float sum = prefix_sum + suffix_sum;
   const Vec prefix_weight = broadcast(sum == 0.0f ? 0.0f : prefix_sum / sum);
   const Vec suffix_weight = broadcast(sum == 0.0f ? 0.0f : suffix_sum / sum);
@@ -30,7 +30,7 @@ void merge_row(const MergeAttnStatesParams& p, int64_t row) {
   write_vectors<false>(p.head_size, {output}, [&](int64_t d, auto load) {
     return Vecs<1>{{fma(load(prefix + d), prefix_weight, load(suffix + d) * suffix_weight)}};
   });
-  if (p.output_lse != nullptr) p.output_lse[row] = sum == 0.0f ? largest : base + __builtin_logf(sum);
+  if (p.output_lse != nullptr) p.output_lse[row] = sum == 0.0f ? largest : base + __builtin_logf(sum) / p.ln_base;
 }
 
 }  // namespace

@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
     const float largest = prefix_lses[r] > suffix_lses[r] ? prefix_lses[r] : suffix_lses[r];
     // Where both saw nothing, exponentials are relative to 0, and both weights are 0.
     const float base = largest == -INFINITY ? 0.0f : largest;
-    const float prefix_sum = expf(prefix_lses[r] - base);
-    const float suffix_sum = expf(suffix_lses[r] - base);
+    const float prefix_sum = expf((prefix_lses[r] - base) * p.ln_base);
+    const float suffix_sum = expf((suffix_lses[r] - base) * p.ln_base);
     const float sum = prefix_sum + suffix_sum;
     const float prefix_weight = sum == 0.0f ? 0.0f : prefix_sum / sum;
     const float suffix_weight = sum == 0.0f ? 0.0f : suffix_sum / sum;
@@ -51,7 +51,9 @@ __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
 #pragma unroll
     for (int e = 0; e < N; ++e) merged[e] = fmaf(prefix[e], prefix_weight, suffix[e] * suffix_weight);
     store(static_cast<T*>(p.output) + row * p.head_size + column, merged);
-    if (p.output_lse != nullptr && rows.column == 0) p.output_lse[row] = sum == 0.0f ? largest : base + logf(sum);
+    if (p.output_lse != nullptr && rows.column == 0) {
+      p.output_lse[row] = sum == 0.0f ? largest : base + logf(sum) / p.ln_base;
+    }
   }
 }
 

@@ -119,7 +119,7 @@ void layer_norm(Tensor& out, const Tensor& input, const Tensor& weight, const Te
   const ScalarType weight_dtype = weight.scalar_type();
   const bool is_like_input = weight_dtype == input.scalar_type();
   door.check_type(is_like_input || weight_dtype == ScalarType::Float, "weight", "expected dtype ", input.scalar_type(),
-                  " or float32, got ", weight_dtype);
+                  params.dtype == DType::FLOAT32 ? "" : " or float32", ", got ", weight_dtype);
   params.weight_dtype = is_like_input ? params.dtype : DType::FLOAT32;
   params.weight = check_columns(door, "weight", weight, weight_dtype, params.hidden_size);
   params.bias = check_columns(door, "bias", bias, weight_dtype, params.hidden_size);

@@ -53,7 +53,7 @@ struct PositionCheck {
 };
 
 void rotate(const Door& door, const Tensor& positions, Tensor& query, const std::optional<Tensor>& key,
-            int64_t head_size, const Tensor& cos_sin_cache, bool is_neox) {
+            int64_t head_size, const Tensor& cos_sin_cache, bool is_neox, const std::optional<Tensor>& sin_cache) {
   RotaryEmbeddingParams params{};
   params.dtype = door.float_dtype("query", query);
   door.check(head_size > 0, "head_size", "expected a positive number, got ", head_size);
@@ -78,19 +78,33 @@ void rotate(const Door& door, const Tensor& positions, Tensor& query, const std:
   door.present("cos_sin_cache", cos_sin_cache);
   const ScalarType cos_sin_dtype = cos_sin_cache.scalar_type();
   door.check_type(cos_sin_dtype == query.scalar_type() || cos_sin_dtype == ScalarType::Float, "cos_sin_cache",
-                  "expected dtype ", query.scalar_type(), " or float32, got ", cos_sin_dtype);
+                  "expected dtype ", query.scalar_type(), params.dtype == DType::FLOAT32 ? "" : " or float32", ", got ",
+                  cos_sin_dtype);
   params.cos_sin_dtype = cos_sin_dtype == query.scalar_type() ? params.dtype : DType::FLOAT32;
   door.rank("cos_sin_cache", cos_sin_cache, 2);
   door.contiguous("cos_sin_cache", cos_sin_cache);
-  params.rot_dim = cos_sin_cache.size(1);
-  door.check(params.rot_dim % 2 == 0 && params.rot_dim <= head_size, "cos_sin_cache",
-             "expected shape [max_position, rot_dim] with an even rot_dim of at most head_size ", head_size, ", got ",
-             cos_sin_cache.sizes());
+  params.cos_sin_stride = cos_sin_cache.size(1);
+  params.cos = cos_sin_cache.const_data_ptr();
+  if (sin_cache.has_value()) {
+    door.dtype("sin_cache", *sin_cache, cos_sin_dtype);
+    door.shape("sin_cache", *sin_cache, cos_sin_cache.sizes());
+    door.contiguous("sin_cache", *sin_cache);
+    params.rot_dim = 2 * params.cos_sin_stride;
+    params.sin = sin_cache->const_data_ptr();
+    door.check(params.rot_dim <= head_size, "cos_sin_cache",
+               "expected shape [max_position, rot_dim / 2] with a rot_dim of at most head_size ", head_size, ", got ",
+               cos_sin_cache.sizes());
+  } else {
+    params.rot_dim = params.cos_sin_stride;
+    params.sin = static_cast<const char*>(params.cos) + params.rot_dim / 2 * element_size(params.cos_sin_dtype);
+    door.check(params.rot_dim % 2 == 0 && params.rot_dim <= head_size, "cos_sin_cache",
+               "expected shape [max_position, rot_dim] with an even rot_dim of at most head_size ", head_size, ", got ",
+               cos_sin_cache.sizes());
+  }
 
   params.positions = positions.const_data_ptr<int64_t>();
   params.query = query.mutable_data_ptr();
   params.is_neox = is_neox;
-  params.cos_sin_cache = cos_sin_cache.const_data_ptr();
   const PositionCheck check{door, door.values(positions), params.num_tokens, cos_sin_cache.size(0)};
   run_rows(door, check, PAGEDATTN_ROW_KERNELS(rotary_embedding), params, params.num_tokens,
            (params.num_heads + params.num_kv_heads) * params.rot_dim);
@@ -99,13 +113,13 @@ void rotate(const Door& door, const Tensor& positions, Tensor& query, const std:
 }  // namespace
 
 void rotary_embedding(const Tensor& positions, Tensor& query, const std::optional<Tensor>& key, int64_t head_size,
-                      const Tensor& cos_sin_cache, bool is_neox) {
-  rotate(Door("rotary_embedding", query), positions, query, key, head_size, cos_sin_cache, is_neox);
+                      const Tensor& cos_sin_cache, bool is_neox, const std::optional<Tensor>& sin_cache) {
+  rotate(Door("rotary_embedding", query), positions, query, key, head_size, cos_sin_cache, is_neox, sin_cache);
 }
 
 void rotary_embedding_neox(const Tensor& positions, Tensor& query, Tensor& key, int64_t head_size,
                            const Tensor& cos_sin_cache) {
-  rotate(Door("rotary_embedding_neox", query), positions, query, key, head_size, cos_sin_cache, true);
+  rotate(Door("rotary_embedding_neox", query), positions, query, key, head_size, cos_sin_cache, true, std::nullopt);
 }
 
 }  // namespace pagedattn

@@ -20,8 +20,10 @@ struct RotaryEmbeddingParams {
   void* key;  // [num_tokens, num_kv_heads, head_size], updated; nullptr if num_kv_heads is 0
   int64_t key_stride;
   int64_t key_head_stride;
-  DType cos_sin_dtype;        // `dtype` or FLOAT32
-  const void* cos_sin_cache;  // [max_position, rot_dim], the cosines, then the sines
+  DType cos_sin_dtype;     // `dtype` or FLOAT32
+  const void* cos;         // [max_position, rot_dim / 2]
+  const void* sin;         // the same
+  int64_t cos_sin_stride;  // elements between positions, of both
 };
 
 // Tokens [begin, end).

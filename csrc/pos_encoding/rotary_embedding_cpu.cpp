@@ -18,16 +18,16 @@ PAGEDATTN_INLINE Pair rotate(Pair p, Vec cos, Vec sin) {
 
 // Pairs lie half a head apart.
 template <typename T, typename C>
-void rotate_neox(T* head, const C* cos, int64_t half) {
+void rotate_neox(T* head, const C* cos, const C* sin, int64_t half) {
   T* second = head + half;
   if constexpr (std::is_same_v<T, C>) {
     write_vectors<false>(half, {head, second}, [&](int64_t i, auto load) {
-      const Pair rotated = rotate({load(head + i), load(second + i)}, load(cos + i), load(cos + half + i));
+      const Pair rotated = rotate({load(head + i), load(second + i)}, load(cos + i), load(sin + i));
       return Vecs<2>{{rotated.x, rotated.y}};
     });
   } else {
     for_each_vector(half, [&](int64_t i, auto load, auto store) {
-      const Pair rotated = rotate({load(head + i), load(second + i)}, load(cos + i), load(cos + half + i));
+      const Pair rotated = rotate({load(head + i), load(second + i)}, load(cos + i), load(sin + i));
       store(head + i, rotated.x);
       store(second + i, rotated.y);
     });
@@ -48,13 +48,13 @@ PAGEDATTN_INLINE Vecs<2> load_two_for(const C* source) {
 // The same for all heads of a token, with halves of HALF elements: cos and sin are converted once, and stay in
 // registers if there are enough registers.
 template <int HALF, typename T, typename C>
-void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_stride, const C* cos_sin) {
+void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_stride, const C* cos_row, const C* sin_row) {
   constexpr int NUM_STEPS = HALF / (2 * VEC_SIZE);
   Vecs<2> cos[NUM_STEPS], sin[NUM_STEPS];
   PAGEDATTN_UNROLL
   for (int k = 0; k < NUM_STEPS; ++k) {
-    cos[k] = load_two_for<T>(cos_sin + k * 2 * VEC_SIZE);
-    sin[k] = load_two_for<T>(cos_sin + HALF + k * 2 * VEC_SIZE);
+    cos[k] = load_two_for<T>(cos_row + k * 2 * VEC_SIZE);
+    sin[k] = load_two_for<T>(sin_row + k * 2 * VEC_SIZE);
   }
   for (int64_t head = 0; head < num_heads; ++head) {
     PAGEDATTN_UNROLL
@@ -72,7 +72,7 @@ void rotate_neox_heads(T* heads, int64_t num_heads, int64_t head_stride, const C
 
 // Pairs are neighbours: two vectors are taken apart into their even and odd elements, and put together again.
 template <typename T, typename C>
-void rotate_neighbours(T* head, const C* cos, int64_t half) {
+void rotate_neighbours(T* head, const C* cos, const C* sin, int64_t half) {
   for (int64_t i = 0; i < half; i += VEC_SIZE) {
     const int64_t num_pairs = half - i < VEC_SIZE ? half - i : VEC_SIZE;
     const int64_t num_low = 2 * num_pairs < VEC_SIZE ? 2 * num_pairs : VEC_SIZE;
@@ -82,7 +82,7 @@ void rotate_neighbours(T* head, const C* cos, int64_t half) {
     const Vec a = load_first(low, num_low);
     const Vec b = num_high > 0 ? load_first(high, num_high) : Vec{};
     const Pair pair{shuffle(a, b, [](int e) { return 2 * e; }), shuffle(a, b, [](int e) { return 2 * e + 1; })};
-    const Pair rotated = rotate(pair, load_first(cos + i, num_pairs), load_first(cos + half + i, num_pairs));
+    const Pair rotated = rotate(pair, load_first(cos + i, num_pairs), load_first(sin + i, num_pairs));
     const auto from_low = [](int e) { return e / 2 + e % 2 * VEC_SIZE; };
     const auto from_high = [](int e) { return e / 2 + e % 2 * VEC_SIZE + VEC_SIZE / 2; };
     store_first(low, shuffle(rotated.x, rotated.y, from_low), num_low);
@@ -91,15 +91,16 @@ void rotate_neighbours(T* head, const C* cos, int64_t half) {
 }
 
 template <typename T, typename C>
-void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, int64_t head_stride, const C* cos) {
+void rotate_heads(const RotaryEmbeddingParams& p, T* heads, int64_t num_heads, int64_t head_stride, const C* cos,
+                  const C* sin) {
   const int64_t half = p.rot_dim / 2;
-  if (p.is_neox && half == 64) return rotate_neox_heads<64>(heads, num_heads, head_stride, cos);
-  if (p.is_neox && half == 32) return rotate_neox_heads<32>(heads, num_heads, head_stride, cos);
+  if (p.is_neox && half == 64) return rotate_neox_heads<64>(heads, num_heads, head_stride, cos, sin);
+  if (p.is_neox && half == 32) return rotate_neox_heads<32>(heads, num_heads, head_stride, cos, sin);
   for (int64_t head = 0; head < num_heads; ++head) {
     if (p.is_neox) {
-      rotate_neox(heads + head * head_stride, cos, half);
+      rotate_neox(heads + head * head_stride, cos, sin, half);
     } else {
-      rotate_neighbours(heads + head * head_stride, cos, half);
+      rotate_neighbours(heads + head * head_stride, cos, sin, half);
     }
   }
 }
@@ -109,10 +110,12 @@ void rotate_tokens(const RotaryEmbeddingParams& p, int64_t begin, int64_t end) {
   T* query = static_cast<T*>(p.query);
   T* key = static_cast<T*>(p.key);
   for (int64_t token = begin; token < end; ++token) {
-    const C* cos = static_cast<const C*>(p.cos_sin_cache) + p.positions[token] * p.rot_dim;
-    rotate_heads(p, query + token * p.query_stride, p.num_heads, p.query_head_stride, cos);
+    const int64_t row = p.positions[token] * p.cos_sin_stride;
+    const C* cos = static_cast<const C*>(p.cos) + row;
+    const C* sin = static_cast<const C*>(p.sin) + row;
+    rotate_heads(p, query + token * p.query_stride, p.num_heads, p.query_head_stride, cos, sin);
     if (key == nullptr) continue;
-    rotate_heads(p, key + token * p.key_stride, p.num_kv_heads, p.key_head_stride, cos);
+    rotate_heads(p, key + token * p.key_stride, p.num_kv_heads, p.key_head_stride, cos, sin);
   }
 }
 

@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(MAX_THREADS) rotary_embedding_kernel(RotaryEmb
     int64_t first_head = head_of_pass;
     load_pairs(first_head);
     // After the first loads, which need not wait for the position.
-    const C* cos_row = static_cast<const C*>(p.cos_sin_cache) + p.positions[token] * p.rot_dim;
-    const Floats<PAIRS> cos = load_floats<PAIRS>(cos_row + first_pair);
-    const Floats<PAIRS> sin = load_floats<PAIRS>(cos_row + half + first_pair);
+    const int64_t first_of_row = p.positions[token] * p.cos_sin_stride + first_pair;
+    const Floats<PAIRS> cos = load_floats<PAIRS>(static_cast<const C*>(p.cos) + first_of_row);
+    const Floats<PAIRS> sin = load_floats<PAIRS>(static_cast<const C*>(p.sin) + first_of_row);
     while (first_head < num_heads) {
 #pragma unroll
       for (int h = 0; h < HEADS_PER_THREAD; ++h) {
@@ -127,9 +127,11 @@ void launch_rotary_embedding(const RotaryEmbeddingParams& params, cudaStream_t s
 void rotary_embedding(const RotaryEmbeddingParams& params, cudaStream_t stream) {
   if (params.rot_dim == 0 || params.num_heads + params.num_kv_heads == 0) return;
   const int64_t bytes = element_size(params.dtype);
-  // If pairs are neighbours, 16 bytes hold half as many pairs, and the cosines of these pairs are 8 bytes.
+  // If pairs are neighbours, 16 bytes hold half as many pairs, and the cosines of these pairs are 8 bytes. Sines in one
+  // row with the cosines are aligned if the rotated part of a head is.
+  const void* sines = params.cos_sin_stride == params.rot_dim ? nullptr : params.sin;
   const int64_t rotated_bytes = (params.is_neox ? params.rot_dim / 2 : params.rot_dim) * bytes;
-  const bool is_aligned = is_aligned_16({params.query, params.key, params.cos_sin_cache},
+  const bool is_aligned = is_aligned_16({params.query, params.key, params.cos, sines},
                                         {params.query_head_stride * bytes, params.query_stride * bytes,
                                          params.key_head_stride * bytes, params.key_stride * bytes, rotated_bytes});
   dispatch_dtype(params.dtype, [&]<typename T>() {

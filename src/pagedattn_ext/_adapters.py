@@ -3,14 +3,18 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from . import ops
 from ._index_checks import check_starts, num_seqs_of
 from .ops import _call
+
+T = TypeVar("T")
 
 
 def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
@@ -30,9 +34,6 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
 def refuse_bools(function: Callable[..., Any], **scales: float | Tensor | None) -> None:
     """A bool is no scale, nor is a tensor of bools."""
     _call.refuse_bools(function.__qualname__, **scales)
-    for name, scale in scales.items():
-        if isinstance(scale, Tensor) and scale.dtype == torch.bool:
-            raise TypeError(f"{function.__qualname__}: {name}: expected numbers, got a tensor of bools")
 
 
 def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> None:
@@ -47,6 +48,24 @@ def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> 
                 f"{function.__qualname__}: {name}: requires grad, but there is no backward: call it under "
                 "torch.no_grad() or torch.inference_mode()"
             )
+
+
+def kept(make: Callable[..., T]) -> Callable[..., T]:
+    """Decorates a function that makes tensors of numbers, and of a device, its last argument. What it has made for the
+    same arguments is kept, and must not be written to. It is made anew where something records how it is made:
+    torch.compile, a CPUGraph, a CUDA graph."""
+    make_or_find = lru_cache(maxsize=32, typed=True)(make)  # typed: True is not the 1 that was checked before
+
+    @wraps(make)
+    def get(*args: Any) -> T:
+        is_recorded = (
+            torch.compiler.is_compiling()
+            or _get_current_dispatch_mode() is not None
+            or (args[-1].type == "cuda" and torch.cuda.is_current_stream_capturing())
+        )
+        return make(*args) if is_recorded else make_or_find(*args)
+
+    return get
 
 
 def is_one_scale(scale: float | Tensor | None) -> bool:
@@ -89,10 +108,12 @@ def _in_terms_of(function: Callable[..., Any], names: Mapping[str, str], message
 
 
 def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor | None) -> Tensor | None:
-    """The scale of a cache as the ops take it, fp32 of one element. A tensor may be one element expanded to any shape
-    (a scale for each sequence and head, all the same)."""
-    if scale is None:
+    """The scale of a cache as the ops take it, fp32 of one element; None for 1. A tensor may be one element expanded to
+    any shape (a scale for each sequence and head, all the same)."""
+    if scale is None or (isinstance(scale, float) and scale == 1):
         return None
+    if isinstance(scale, Tensor) and scale.dtype == torch.float32 and scale.numel() == 1:
+        return scale
     refuse_bools(function, **{name: scale})
     if not isinstance(scale, Tensor):
         if not isinstance(scale, (int, float)):

@@ -214,12 +214,12 @@ def merge_attn_states(
             )
         prefix_lses = prefix_lses.clone()
         prefix_lses[prefill_tokens_with_context:] = -math.inf
-    merged, lse = ops.merge_attn_states(
-        prefix_output.contiguous(), prefix_lses, suffix_output.contiguous(), suffix_lse.T.contiguous()
-    )
-    output.copy_(merged)
-    if output_lse is not None:
-        output_lse.copy_(lse.T)
+    packed, lses = output.contiguous(), None if output_lse is None else torch.empty_like(prefix_lses)
+    suffix = suffix_output.contiguous(), suffix_lse.T.contiguous()
+    call("merge_attn_states", packed, lses, prefix_output.contiguous(), prefix_lses, *suffix)
+    _write_back(output, packed)
+    if output_lse is not None and lses is not None:
+        output_lse.copy_(lses.T)
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def _scales(function: Callable[..., Any], k_scale: Scale, v_scale: Scale) -> tup
 
 
 def _write_back(out: Tensor, packed: Tensor) -> None:
-    """What was written into `packed_heads(out)`."""
+    """What was written into `packed`, which is `out` or a copy of its layout."""
     if packed is not out:
         out.copy_(packed)
 

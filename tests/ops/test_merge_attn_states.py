@@ -119,11 +119,23 @@ def test_many_tokens(device, several_threads, dtype):
 
 
 def test_wrapper(device):
-    arguments = make_merge_arguments(device, torch.float16)
+    arguments = make_merge_arguments(device, torch.float16) | {"lse_base": 3.0}
     OPS.merge_attn_states(**arguments)
     output, lse = ops.merge_attn_states(**inputs_of(arguments))
     assert_same_bits(output, arguments["output"])
     assert_same_bits(lse, arguments["output_lse"])
+
+
+@pytest.mark.parametrize("spread", [1.0, 100.0])
+@pytest.mark.parametrize("base", [2.0, 10.0])
+def test_lse_of_another_base(device, base, spread):
+    """An lse times the logarithm of its base is the natural lse."""
+    arguments = make_merge_arguments(device, spread=spread)
+    natural = {name: arguments[name].double() * math.log(base) for name in ("prefix_lse", "suffix_lse")}
+    OPS.merge_attn_states(**arguments, lse_base=base)
+    output, lse = reference.merge_attn_states(**inputs_of(arguments) | natural)
+    assert_close_to_reference(arguments["output"], output)
+    torch.testing.assert_close(arguments["output_lse"].double(), lse / math.log(base), rtol=1e-6, atol=1e-6)
 
 
 @given(cases(rows=st.just(1), options=False), st.data())
@@ -194,6 +206,8 @@ ERRORS = {
     "output dtype": ("output", TypeError, lambda a: {"output": a["output"].half()}),
     "output_lse shape": ("output_lse", ValueError, lambda a: {"output_lse": a["output_lse"][:2]}),
     "output_lse dtype": ("output_lse", TypeError, lambda a: {"output_lse": a["output_lse"].double()}),
+    "lse_base 1": ("lse_base", ValueError, lambda a: {"lse_base": 1.0}),
+    "lse_base inf": ("lse_base", ValueError, lambda a: {"lse_base": math.inf}),
     "output_lse in output": (
         "output_lse",
         ValueError,

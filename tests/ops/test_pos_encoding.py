@@ -109,6 +109,26 @@ def as_batch(arguments: dict, batch: int, seq_len: int) -> dict:
     }
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rot_dim", [64, 128, 20])
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("gap", [0, 1])
+def test_sines_of_their_own(device, gap, is_neox, rot_dim, dtype):
+    """Cosines and sines in two tensors, aligned or not, rotate as one cache of both does."""
+    arguments, same = (
+        make_arguments(device, dtype, head_size=128, rot_dim=rot_dim, is_neox=is_neox, cos_sin_dtype=cos_sin_dtype)
+        for cos_sin_dtype in (torch.float32, torch.float32)
+    )
+    cos, sin = (
+        torch.cat([half.new_empty(gap), half.flatten()])[gap:].view(half.shape)
+        for half in arguments["cos_sin_cache"].chunk(2, dim=1)
+    )
+    OPS.rotary_embedding(**arguments | {"cos_sin_cache": cos}, sin_cache=sin)
+    OPS.rotary_embedding(**same)
+    for name in ("query", "key"):
+        assert_same_bits(arguments[name], same[name])
+
+
 @pytest.mark.parametrize("has_key", [True, False])
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("flat", [True, False])
@@ -348,6 +368,27 @@ ERRORS = {
     "cos_sin_cache dtype": ("cos_sin_cache", TypeError, lambda a: {"cos_sin_cache": a["cos_sin_cache"].long()}),
     "cos_sin_cache strided": ("cos_sin_cache", ValueError, lambda a: {"cos_sin_cache": torch.ones(50, 128)[:, ::2]}),
 }
+
+
+# The same where the cosines are in cos_sin_cache, and the sines in sin_cache.
+ERRORS_OF_SINES = {
+    "cosines wider than a head": (
+        "cos_sin_cache",
+        ValueError,
+        {"cos_sin_cache": torch.ones(50, 33), "sin_cache": torch.ones(50, 33)},
+    ),
+    "shape": ("sin_cache", ValueError, {"sin_cache": torch.ones(49, 32)}),
+    "dtype": ("sin_cache", TypeError, {"sin_cache": torch.ones(50, 32).half()}),
+    "strided": ("sin_cache", ValueError, {"sin_cache": torch.ones(50, 64)[:, ::2]}),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS_OF_SINES)
+def test_sines_are_checked(device, what):
+    argument, error, changes = ERRORS_OF_SINES[what]
+    arguments = make_arguments(device) | {"cos_sin_cache": torch.ones(50, 32), "sin_cache": torch.ones(50, 32)}
+    changed = {name: tensor.to(device) for name, tensor in changes.items()}
+    assert_rejected("rotary_embedding", arguments | changed, argument, error)
 
 
 @pytest.mark.parametrize("is_neox", [True, False])

@@ -5,20 +5,21 @@ rows that are not used.
 the terms of the ops: `call_as` gives them those of the caller.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import ops
 from .._adapters import is_one_scale, refuse_bools, scale_tensor, sequences_of_rows
 from .._index_checks import values_are_checked
+from ..ops._call import call, given
 
 Function = Callable[..., Any]
 Keys = tuple[Tensor, Tensor, Tensor, Tensor]  # key_cache, value_cache, block_tables, seq_lens
 
+Arguments = tuple[tuple[Tensor, ...], dict[str, Any]]  # of the op `paged_attention`, those without a name first
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from (out, lse) to (out, lse)
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -40,15 +41,16 @@ class Extras(NamedTuple):
 def attend_pages(
     function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
 ) -> tuple[Tensor, Tensor]:
-    """`ops.paged_attention`: query, `keys`, query_start_loc and options, of which `scale` is given.
+    """`ops.paged_attention` of query, `keys`, query_start_loc and the options of `options_of`.
 
     fp8 queries give bf16, as in FlashAttention-3. Rows that are not used give zeros and an lse of -inf.
     """
     return attend_prepared(*prepare(function, query, keys, starts, options, extras))
 
 
-def attend_prepared(arguments: dict[str, Any], steps: list[Step]) -> tuple[Tensor, Tensor]:
-    out, lse = ops.paged_attention(**arguments)
+def attend_prepared(arguments: Arguments, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
+    tensors, options = arguments
+    out, lse = call("paged_attention", *tensors, **options)
     for step in steps:
         out, lse = step(out, lse)
     return out, lse
@@ -56,8 +58,8 @@ def attend_prepared(arguments: dict[str, Any], steps: list[Step]) -> tuple[Tenso
 
 def prepare(
     function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
-) -> tuple[dict[str, Any], list[Step]]:
-    """The arguments of `ops.paged_attention`, and the steps from its results to those of `attend_pages`."""
+) -> tuple[Arguments, Sequence[Step]]:
+    """The arguments of the op, and the steps from its results to those of `attend_pages`."""
     key_cache, value_cache, block_tables, seq_lens = keys
     if extras.seqused_q is not None:
         used, extras = extras.seqused_q, extras._replace(seqused_q=None)
@@ -69,22 +71,21 @@ def prepare(
         keys = (_widened(key_cache, width), _widened(value_cache, width), block_tables, seq_lens)
         arguments, steps = prepare(function, _widened(query, width), keys, starts, options, extras)
         return arguments, [lambda out, lse: (out[..., : value_cache.shape[-1]].contiguous(), lse), *steps]
-    arguments = {
-        "query": query, "key_cache": key_cache, "value_cache": value_cache, "block_tables": block_tables,
-        "seq_lens": seq_lens, "query_start_loc": starts, **options, **_scales(function, extras),
-    }  # fmt: skip
-    return arguments, []
+    options = {**options, **_scales(function, extras)}
+    if starts is not None:
+        options["query_start_loc"] = starts
+    return ((query, key_cache, value_cache, block_tables, seq_lens), options), ()
 
 
 def attend_ragged(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """`ops.varlen_attention`, whose options give `scale`."""
+    """`ops.varlen_attention` with the options of `options_of`."""
     if _are_of_op(key, value):
-        return ops.varlen_attention(query, key, value, starts, key_starts, **options)
+        return call("varlen_attention", query, key, value, starts, key_starts, **options)
     width = _width_of_op(key, value)
     wide_key, wide_value = _widened(key, width), _widened(value, width)
-    out, lse = ops.varlen_attention(_widened(query, width), wide_key, wide_value, starts, key_starts, **options)
+    out, lse = call("varlen_attention", _widened(query, width), wide_key, wide_value, starts, key_starts, **options)
     return out[..., : value.shape[-1]].contiguous(), lse
 
 
@@ -107,11 +108,12 @@ def append(
         extras = extras._replace(k_descale=None, v_descale=None)
     scales = _scales(function, extras)
     if _are_of_op(key_cache, value_cache):
-        ops.reshape_and_cache(key, value, key_cache, value_cache, slots, **scales)
+        call("reshape_and_cache", key, value, key_cache, value_cache, slots, **scales)
         return
     width = _width_of_op(key_cache, value_cache)
     wide_keys, wide_values = _widened(key_cache, width), _widened(value_cache, width)
-    ops.reshape_and_cache(_widened(key, width), _widened(value, width), wide_keys, wide_values, slots, **scales)
+    new = _widened(key, width), _widened(value, width)
+    call("reshape_and_cache", *new, wide_keys, wide_values, slots, **scales)
     key_cache.copy_(wide_keys[..., : key_cache.shape[-1]])
     value_cache.copy_(wide_values[..., : value_cache.shape[-1]])
 
@@ -149,7 +151,8 @@ def _check_batch(query: Tensor, keys: Keys, starts: Tensor | None) -> None:
 
 
 def _are_of_op(keys: Tensor, values: Tensor) -> bool:
-    return keys.shape[-1] == values.shape[-1] == _width_of_op(keys, values)
+    width = keys.shape[-1]
+    return width == values.shape[-1] and width * keys.itemsize % 16 == 0
 
 
 def _width_of_op(keys: Tensor, values: Tensor) -> int:
@@ -167,11 +170,14 @@ def _widened(tensor: Tensor, width: int) -> Tensor:
 
 
 def _scales(function: Function, extras: Extras) -> dict[str, Any]:
-    """The scales of an fp8 cache, as keyword arguments of the ops."""
-    return {
+    """The scales of an fp8 cache that are given, as keyword arguments of the ops."""
+    if extras.k_descale is None and extras.v_descale is None:
+        return {}
+    scales = {
         "k_scale": scale_tensor(function, "k_descale", extras.k_descale),
         "v_scale": scale_tensor(function, "v_descale", extras.v_descale),
     }
+    return given(scales)
 
 
 def _scales_differ(extras: Extras) -> bool:
@@ -181,7 +187,7 @@ def _scales_differ(extras: Extras) -> bool:
 
 def _scaled(
     function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
-) -> tuple[dict[str, Any], list[Step]]:
+) -> tuple[Arguments, Sequence[Step]]:
     """With queries and results in fp32 that carry the scales: a scale of keys is one of queries just as well, and a
     scale of values one of results. A cache that is not fp8 is not scaled."""
     _check_batch(query, keys, starts)
@@ -235,7 +241,7 @@ def _of_used_rows(
     used: Tensor,
     options: dict[str, Any],
     extras: Extras,
-) -> tuple[dict[str, Any], list[Step]]:
+) -> tuple[Arguments, Sequence[Step]]:
     """Of each sequence the first `used` rows, which are its last tokens."""
     _check_batch(query, keys, starts)
     num_rows = query.shape[0]

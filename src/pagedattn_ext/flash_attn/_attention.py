@@ -8,12 +8,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, expect_defaults, refuse_gradients
+from .._adapters import call_as, expect_defaults, kept, refuse_gradients
 from .._index_checks import check_indices, num_seqs_of
-from ..ops._call import check_rank, to_int
+from ..ops._call import call, check_rank, to_int
 from ._arguments import (
     OF_CACHES,
     OF_KEYS,
+    OF_LENGTHS,
+    OF_OFFSETS,
     OF_TOKENS,
     WindowSize,
     check_new,
@@ -92,12 +94,7 @@ def flash_attn_func(
     extras = Extras(q_descale, k_descale, v_descale)
     if seqlen_k == 0:  # a page has at least one token
         k, v = (pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (k, v))
-    keys = (
-        with_contiguous_heads(k),
-        with_contiguous_heads(v),
-        torch.arange(batch, dtype=torch.int32, device=q.device)[:, None],  # each sequence is a page
-        torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device),
-    )
+    keys = with_contiguous_heads(k), with_contiguous_heads(v), *_sequences_as_pages(batch, seqlen_k, q.device)
     arguments = function, rows_of(q), keys, _starts(q, None), options, extras
     attended, lse = call_as(function, OF_KEYS, attend_pages, *arguments)
     return results_of(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
@@ -166,7 +163,7 @@ def flash_attn_varlen_func(
     refuse_gradients(
         function, q=q, k=k, v=v, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks
     )
-    block_table = one_of(function, block_table=block_table, page_table=page_table)
+    _, block_table = one_of(function, block_table=block_table, page_table=page_table)
     rank = 3 if block_table is None else 4
     check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
     check_out(function, out, q, v)
@@ -175,9 +172,9 @@ def flash_attn_varlen_func(
     extras = Extras(q_descale, k_descale, v_descale, seqused_q)
     return_lse = return_lse or return_softmax_lse
     num_seqs = num_seqs_of(function, "cu_seqlens_q", cu_seqlens_q)
-    names = OF_KEYS | {"seq_lens": "cu_seqlens_k" if seqused_k is None else "seqused_k"}
+    names = OF_OFFSETS if seqused_k is None else OF_LENGTHS
     if page_table is not None:
-        names["block_tables"] = "page_table"
+        names = names | {"block_tables": "page_table"}
     if cu_seqlens_k is not None and (block_table is None or seqused_k is None):
         check_indices(function, "cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
     if seqused_k is not None:
@@ -185,7 +182,7 @@ def flash_attn_varlen_func(
     if block_table is None:
         if cu_seqlens_k is None:
             raise ValueError(f"{function.__name__}: cu_seqlens_k: expected a tensor without a block table, got None")
-        k, v = (with_contiguous_heads(tensor) for tensor in (k, v))
+        k, v = with_contiguous_heads(k), with_contiguous_heads(v)
         if seqused_k is None and k.itemsize > 1 and not extras.need_pages(q):
             ragged = rows_of(q), k, v, cu_seqlens_q, cu_seqlens_k, options
             attended, lse = call_as(function, names, attend_ragged, *ragged)
@@ -290,7 +287,7 @@ def flash_attn_with_kvcache(
         function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
         alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks,
     )  # fmt: skip
-    block_table = one_of(function, block_table=block_table, page_table=page_table)
+    _, block_table = one_of(function, block_table=block_table, page_table=page_table)
     check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
     check_out(function, out, q, v_cache)
     names = OF_CACHES
@@ -309,9 +306,10 @@ def flash_attn_with_kvcache(
             if num_seqs > k_cache.shape[0]:
                 expected, got = f"expected {num_seqs} sequences or more", k_cache.shape[0]
                 raise ValueError(f"{function.__name__}: k_cache: {expected}, got {got}")
-            cache_batch_idx = torch.arange(num_seqs, dtype=torch.int32, device=q.device)
-        check_indices(function, "cache_batch_idx", cache_batch_idx, num_seqs)
-        block_table = cache_batch_idx[:, None]
+            block_table, _ = _sequences_as_pages(num_seqs, k_cache.shape[1], q.device)
+        else:
+            check_indices(function, "cache_batch_idx", cache_batch_idx, num_seqs)
+            block_table = cache_batch_idx.view(num_seqs, 1)
     if cache_seqlens is None:
         cache_seqlens = block_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, Tensor):
@@ -335,9 +333,10 @@ def flash_attn_with_kvcache(
             raise ValueError(f"flash_attn_with_kvcache: k: expected {num_seqs} sequences, as q has, got {k.shape[0]}")
         key = rows_of(k)
         batch_indices, positions = _positions(function, names, cache_seqlens, k, cu_seqlens_k_new)
-        cache_size = k_cache.shape[1], k_cache.shape[0]
-        place = {"batch_indices": batch_indices}
-        slots = call_as(function, names, ops.compute_slot_mapping, positions, block_table, *cache_size, **place)
+        page_size, num_pages = k_cache.shape[1], k_cache.shape[0]
+        place = {} if batch_indices is None else {"batch_indices": batch_indices}
+        in_pages = positions, block_table, page_size, num_pages
+        slots = call_as(function, names, call, "compute_slot_mapping", *in_pages, **place)
         if rotary_cos is not None or rotary_sin is not None:
             cos_sin = _cos_sin(function, rotary_cos, rotary_sin)
             first, of_rotary = cache_seqlens, names
@@ -353,32 +352,44 @@ def flash_attn_with_kvcache(
                 positions = first if sequence is None else first[sequence]  # nothing orders the rows
             query = _rotated(function, of_rotary, query, positions, cos_sin, rotary_interleaved)
         new = key, rows_of(v), k_cache, v_cache, slots, _starts(k, cu_seqlens_k_new), extras
-        seq_lens = cache_seqlens + (k.shape[1] if cu_seqlens_k_new is None else cu_seqlens_k_new.diff())
+        if cu_seqlens_k_new is None:
+            _, num_new = _sequences_as_pages(num_seqs, k.shape[1], q.device)
+        else:
+            num_new = cu_seqlens_k_new.diff()
+        seq_lens = cache_seqlens + num_new
 
-    caches = k_cache, v_cache
     if cache_leftpad is not None:
         check_indices(function, "cache_leftpad", cache_leftpad, num_seqs)
         block_table = _tables_behind_padding(function, names, block_table[:, 0], k_cache, seq_lens, cache_leftpad)
         seq_lens = seq_lens - cache_leftpad
-        caches = _tokens_as_pages(*caches)
     starts = _starts(q, cu_seqlens_q)
 
-    def prepared(*caches: Tensor) -> Any:
-        keys = (*caches, block_table, seq_lens)
-        return call_as(function, names, prepare, function, query, keys, starts, options, extras)
+    def prepared() -> Any:
+        caches = (k_cache, v_cache) if cache_leftpad is None else _tokens_as_pages(k_cache, v_cache)
+        return prepare(function, query, (*caches, block_table, seq_lens), starts, options, extras)
 
-    arguments, steps = prepared(*caches)
-    if new is not None:
-        call_as(function, names, ops.check_paged_attention, **arguments)
-        call_as(function, names, append, function, *new)
-        if arguments["key_cache"] is not k_cache:  # but what may be a copy from before
-            caches = (k_cache, v_cache) if cache_leftpad is None else _tokens_as_pages(k_cache, v_cache)
-            arguments, steps = prepared(*caches)
-    attended, lse = call_as(function, names, attend_prepared, arguments, steps)
+    def attend() -> tuple[Tensor, Tensor]:
+        arguments, steps = prepared()
+        if new is not None:
+            tensors, of_op = arguments
+            call("check_paged_attention", *tensors, **of_op)
+            append(function, *new)
+            if tensors[1] is not k_cache:  # but what may be a copy from before
+                arguments, steps = prepared()
+        return attend_prepared(arguments, steps)
+
+    attended, lse = call_as(function, names, attend)
     return results_of(q, attended, lse, out, return_lse=return_lse or return_softmax_lse)
 
 
 # ---- where rows and tokens lie --------------------------------------------------------------------------------------
+
+
+@kept
+def _sequences_as_pages(batch: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Block tables [batch, 1] and lengths [batch] of sequences that are a page each."""
+    tables = torch.arange(batch, dtype=torch.int32, device=device).view(batch, 1)
+    return tables, torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
 def _starts(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
@@ -386,9 +397,15 @@ def _starts(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
     if cu_seqlens_q is not None:
         return cu_seqlens_q
     batch, seqlen = q.shape[:2]
+    return None if seqlen == 1 else _starts_of_equal(batch, seqlen, q.device)
+
+
+@kept
+def _starts_of_equal(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    """query_start_loc of sequences that have equally many rows."""
     if seqlen == 0:
-        return torch.zeros(batch + 1, dtype=torch.int32, device=q.device)
-    return None if seqlen == 1 else torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=q.device)
+        return torch.zeros(batch + 1, dtype=torch.int32, device=device)
+    return torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=device)
 
 
 def _positions(
@@ -433,8 +450,10 @@ def _tokens_as_pages(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
     return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
 
 
-def _cos_sin(function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin: Tensor | None) -> Tensor:
-    """The two side by side, as `ops.rotary_embedding` has them."""
+def _cos_sin(
+    function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The two as `ops.rotary_embedding` takes them."""
     if rotary_cos is None or rotary_sin is None:
         missing, given = ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
         raise ValueError(f"{function.__name__}: {missing}: expected a tensor beside {given}, got None")
@@ -446,7 +465,7 @@ def _cos_sin(function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin
         raise TypeError(
             f"{function.__name__}: rotary_sin: expected {rotary_cos.dtype}, as rotary_cos has, got {rotary_sin.dtype}"
         )
-    return torch.cat([rotary_cos, rotary_sin], dim=-1)
+    return rotary_cos.contiguous(), rotary_sin.contiguous()
 
 
 def _rotated(
@@ -454,10 +473,11 @@ def _rotated(
     names: dict[str, str],
     rows: Tensor,
     positions: Tensor,
-    cos_sin_cache: Tensor,
+    cos_sin: tuple[Tensor, Tensor],
     interleaved: bool,
 ) -> Tensor:
     rotated = rows.clone()
-    arguments = positions.long(), rotated, None, rows.shape[-1], cos_sin_cache, not interleaved
-    call_as(function, names, ops.rotary_embedding, *arguments)
+    cos, sin = cos_sin
+    arguments = positions.long(), rotated, None, rows.shape[-1], cos, not interleaved
+    call_as(function, names, ops.rotary_embedding, *arguments, sin_cache=sin)
     return rotated

@@ -31,15 +31,17 @@ def mask_of(
 
     query_starts, key_starts: [batch + 1], the rows and the keys of each sequence.
     """
-    counts = query_starts.diff().long() * key_starts.diff().long()
     if packed_custom_mask is not None:
-        name, given, counts = "packed_custom_mask", packed_custom_mask.flatten(), (counts + 7) // 8
+        name, given = "packed_custom_mask", packed_custom_mask.flatten()
+        if given.dtype != torch.uint8:
+            raise TypeError(f"{function.__qualname__}: {name}: expected torch.uint8, got {given.dtype}")
     elif custom_mask is not None:
         name, given = "custom_mask", custom_mask.flatten().bool()
     else:
         return None
-    if name == "packed_custom_mask" and given.dtype != torch.uint8:
-        raise TypeError(f"{function.__qualname__}: {name}: expected torch.uint8, got {given.dtype}")
+    counts = query_starts.diff().long() * key_starts.diff().long()
+    if name == "packed_custom_mask":
+        counts = (counts + 7) // 8
     if given.shape[0] != counts.sum():
         raise ValueError(
             f"{function.__qualname__}: {name}: expected {counts.sum()} elements (for the rows times the keys of each "

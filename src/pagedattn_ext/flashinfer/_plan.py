@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._adapters import refuse_bools, window_of
 from .._index_checks import check_result
+from ..ops._call import given
 from ._positions import POS_ENCODING_MODES, alibi_slopes
 
 Scale = float | Tensor | None
@@ -68,21 +69,20 @@ class Plan:
         return self.pos_encoding_mode == "ALIBI" and not self.causal
 
     def options(
-        self, function: Callable[..., Any], q_scale: Scale, k_scale: Scale, device: torch.device
+        self, function: Callable[..., Any], q_scale: Scale, k_scale: Scale, sinks: Tensor | None, device: torch.device
     ) -> dict[str, Any]:
-        """Keyword arguments of the attention ops."""
+        """Keyword arguments of the attention ops. Those that are None are left out."""
         scale = self.query_shape[1] ** -0.5 if self.sm_scale is None else self.sm_scale
         if q_scale is not None:
             scale *= one_factor(function, "q_scale", q_scale)
         if k_scale is not None:
             scale *= one_factor(function, "k_scale", k_scale)
-        return {
-            "scale": scale,
-            "causal": self.causal,
+        optional = {
             "sliding_window": window_of(self.window_left),
-            "softcap": self.logits_soft_cap or 0.0,
             "alibi_slopes": alibi_slopes(self.query_shape[0], device) if self.pos_encoding_mode == "ALIBI" else None,
+            "sinks": sinks,
         }
+        return {"scale": scale, "causal": self.causal, "softcap": self.logits_soft_cap or 0.0, **given(optional)}
 
     def check_tensors(self, function: Callable[..., Any], **tensors: Tensor) -> None:
         """tensors: queries, keys and values, under the function's names."""
@@ -133,5 +133,5 @@ def results_of(
     attended = attended if out is None else out.copy_(attended)
     if not return_lse:
         return attended
-    result = natural_lse if lse_base == "ln" else natural_lse * math.log2(math.e)
+    result = natural_lse if lse_base == "ln" else natural_lse.mul_(math.log2(math.e))
     return attended, result if lse is None else lse.copy_(result)

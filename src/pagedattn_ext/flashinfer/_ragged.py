@@ -39,20 +39,30 @@ class RaggedBatch:
     tokens: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, plan: Plan, mask: Mask | None, query_starts: Tensor, key_starts: Tensor) -> "RaggedBatch":
+    def of(
+        cls,
+        plan: Plan,
+        mask: Mask | None,
+        query_starts: Tensor,
+        key_starts: Tensor,
+        sizes: tuple[int, int] | None = None,  # num_rows and num_keys, for a caller who knows them
+    ) -> "RaggedBatch":
+        num_rows, num_keys = sizes or (int(query_starts[-1]), int(key_starts[-1]))
         visible = rotation = None
         if mask is not None or plan.biases_future:
             visible = visible_keys(mask, query_starts, key_starts, plan.window_left)
         if plan.pos_encoding_mode == "ROPE_LLAMA":
             rope = plan.query_shape[1], plan.rope_scale, plan.rope_theta
             rotation = Rotation.of(*rope, query_starts, key_starts)
-        return cls(query_starts, key_starts, int(query_starts[-1]), int(key_starts[-1]), visible, rotation)
+        return cls(query_starts, key_starts, num_rows, num_keys, visible, rotation)
 
     def in_pages(self, block_tables: Tensor, page_size: int) -> "RaggedBatch":
         sequence, place = sequences_of_rows(self.key_starts, self.num_keys)
         return replace(self, tokens=(block_tables[sequence, place // page_size], place % page_size))
 
     def to(self, device: torch.device) -> "RaggedBatch":
+        if device == self.query_starts.device:
+            return self
         visible = self.visible and (self.visible[0].to(device), self.visible[1].to(device))
         rotation = self.rotation and self.rotation.to(device)
         starts = self.query_starts.to(device), self.key_starts.to(device)

@@ -41,7 +41,8 @@ def attend_one(
         **options,
     )
     plan.check_tensors(function, q=q, k=k, v=v)
-    starts = torch.tensor([[0, len(q)], [0, len(k)]], dtype=torch.int32, device=q.device).unbind()
+    num_rows, num_keys = q.shape[0], k.shape[0]
+    starts = torch.tensor([[0, num_rows], [0, num_keys]], dtype=torch.int32, device=q.device).unbind()
     mask = mask_of(function, custom_mask, packed_custom_mask, *starts)
-    batch = RaggedBatch.of(plan, mask, *starts)
-    return attend_ragged(function, NAMES, plan, batch, q, k, v, plan.options(function, *scales, q.device))
+    batch = RaggedBatch.of(plan, mask, starts[0], starts[1], sizes=(num_rows, num_keys))
+    return attend_ragged(function, NAMES, plan, batch, q, k, v, plan.options(function, *scales, None, q.device))

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from .. import ops
 from .._adapters import call_as, refuse_bools
 from .._index_checks import check_page_lists, check_starts
+from ..ops._call import call
 from ._graph import Buffers, GraphMemory
 from ._mask import Mask, mask_of
 from ._plan import NAMES, Plan, Scale, in_dtype, refusal, results_of
@@ -189,7 +190,7 @@ class PagedWrapper(Wrapper):
         key_cache, value_cache = pages_of(paged_kv_cache, self._kv_layout)
         plan.check_tensors(function, q=q, keys=key_cache, values=value_cache)
         q_scale, k_scale, v_scale = scales
-        options = plan.options(function, q_scale, k_scale, q.device) | {"sinks": sinks}
+        options = plan.options(function, q_scale, k_scale, sinks, q.device)
         batch = self._batch_of(plan)
         width = plan.value_shape[-1]
         if batch is None and width < plan.key_shape[-1]:
@@ -225,21 +226,12 @@ class PagedWrapper(Wrapper):
     ) -> tuple[Tensor, Tensor]:
         if self._graph is not None and self._query_starts is not None:
             self._query_starts[-1:].fill_(q.shape[0])
+        of_op = options if self._query_starts is None else options | {"query_start_loc": self._query_starts}
         q = with_dense_heads(q)
 
         def attend(values: Tensor) -> Any:
-            return call_as(
-                function,
-                self._names,
-                ops.paged_attention,
-                q,
-                key_cache,
-                values,
-                self._block_tables,
-                self._seq_lens,
-                query_start_loc=self._query_starts,
-                **options,
-            )
+            tensors = q, key_cache, values, self._block_tables, self._seq_lens
+            return call_as(function, self._names, call, "paged_attention", *tensors, **of_op)
 
         out, lse = attend_to_values(attend, value_cache, key_cache.shape[-1])
         if plan.pos_encoding_mode == "ALIBI":

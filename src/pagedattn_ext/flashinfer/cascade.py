@@ -30,7 +30,9 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         v.copy_(merged)
         s.copy_(lse)
     else:
-        _check_shape(merge_state_in_place, "mask", mask, v.shape[:1])
+        if mask.shape != v.shape[:1]:
+            expected, got = list(v.shape[:1]), list(mask.shape)
+            raise ValueError(f"merge_state_in_place: mask: expected shape {expected}, got {got}")
         mask = mask.bool()
         v.copy_(torch.where(mask[:, None, None], merged, v))
         s.copy_(torch.where(mask[:, None], lse, s))
@@ -38,21 +40,10 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 def _merged(function: Callable[..., Any], **states: Tensor) -> tuple[Tensor, Tensor]:
     """states: v, s, v, s, under the function's names."""
-    (v_name, v_a), (s_name, s_a), (other_v_name, v_b), (other_s_name, s_b) = states.items()
-    _check_shape(function, s_name, s_a, v_a.shape[:-1])
-    _check_shape(function, other_s_name, s_b, v_a.shape[:-1])
-    s_a, s_b = _of_empty_sets(s_a), _of_empty_sets(s_b)
-    base = _base(torch.maximum(s_a, s_b))
-    lses = (s_a - base) * math.log(2), (s_b - base) * math.log(2)
-    names = {"prefix_output": v_name, "suffix_output": other_v_name}
-    values = v_a.contiguous(), v_b.contiguous()
-    merged, lse = call_as(function, names, ops.merge_attn_states, values[0], lses[0], values[1], lses[1])
-    return merged, lse * math.log2(math.e) + base
-
-
-def _check_shape(function: Callable[..., Any], name: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"{function.__name__}: {name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    v_a, s_a, v_b, s_b = states.values()
+    names = dict(zip(("prefix_output", "prefix_lse", "suffix_output", "suffix_lse"), states, strict=True))
+    tensors = v_a.contiguous(), s_a.float().contiguous(), v_b.contiguous(), s_b.float().contiguous()
+    return call_as(function, names, ops.merge_attn_states, *tensors, lse_base=2.0)
 
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:

@@ -310,7 +310,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         plan, sinks = self._plan_and_sinks(run, args, None)
         plan.check_tensors(run, q=q, k=k, v=v)
         assert self._batch is not None
-        options = plan.options(run, q_scale, k_scale, q.device) | {"sinks": sinks}
+        options = plan.options(run, q_scale, k_scale, sinks, q.device)
         attended, natural_lse = attend_ragged(run, NAMES, plan, self._batch, q, k, v, options)
         attended = in_dtype(attended, plan.o_data_type)
         return results_of(run, attended, natural_lse, v_scale, out, lse, return_lse, lse_base, lse_layout)

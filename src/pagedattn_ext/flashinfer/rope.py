@@ -14,19 +14,20 @@ Bad arguments raise ValueError or TypeError before anything is written.
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, refuse_bools
+from .._adapters import call_as, kept, refuse_bools
 from .._index_checks import check_indices
-from ..ops._call import check_bool, check_rank, check_tensors, to_int
+from ..ops._call import call, check_bool, check_rank, check_tensors, to_int
 from .page import check_layout, pages_of, write_slots
 
 Function = Callable[..., Any]
+
+NAMES = {"query": "q", "key": "k"}  # what the functions without a cache call the arguments of the op
 
 # ---- from positions --------------------------------------------------------------------------------------------------
 
@@ -212,44 +213,34 @@ def _rotate(
     check_tensors(function.__qualname__, q=q, k=k, pos_ids=positions)
     check_rank(function.__qualname__, "q", q, 3)
     check_rank(function.__qualname__, "k", k, 3)
-    check_indices(function, "pos_ids", positions, len(q))
+    num_rows, _, head_dim = q.shape
+    check_indices(function, "pos_ids", positions, num_rows)
     check_bool(function.__qualname__, "interleave", interleave)
-    rotary_dim = q.shape[2] if rotary_dim is None else to_int(function.__qualname__, "rotary_dim", rotary_dim)
-    if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[2]:
-        raise ValueError(
-            f"{function.__qualname__}: rotary_dim: expected an even number up to {q.shape[2]}, got {rotary_dim}"
-        )
-    _check_scales(function, passage, rope_scale=rope_scale, rope_theta=rope_theta)
-    waves = _waves if torch.compiler.is_compiling() else _cached_waves  # torch.compile warns of caches
-    phases, frequencies = waves(rotary_dim, rope_scale, rope_theta, passage, q.device)
+    phases, frequencies = _waves(function, head_dim, rotary_dim, rope_scale, rope_theta, passage, q.device)
     cos_sin = torch.addr(phases, positions.double(), frequencies).cos_().float()
-    rows = torch.arange(len(q), device=q.device)
-    names = {"query": "q", "key": "k"}
-    call_as(function, names, ops.rotary_embedding, rows, q, k, q.shape[2], cos_sin, not interleave)
+    rows = torch.arange(num_rows, device=q.device)
+    call_as(function, NAMES, call, "rotary_embedding", rows, q, k, head_dim, cos_sin, not interleave)
     return q, k
 
 
-def _check_scales(function: Function, passage: tuple[float, float, float] | None, **scales: float) -> None:
-    if passage is not None:
-        low, high, scales["old_context_len"] = passage
-        if not 0 < low < high:
-            expected = f"more than low_freq_factor {low}, and both positive"
-            raise ValueError(f"{function.__qualname__}: high_freq_factor: expected {expected}, got {high}")
-    refuse_bools(function, **scales)
-    for name, value in scales.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{function.__qualname__}: {name}: expected a positive number, got {value}")
-
-
+@kept
 def _waves(
-    rotary_dim: int,
+    function: Function,
+    head_dim: int,
+    rotary_dim: int | None,
     rope_scale: float,
     rope_theta: float,
     passage: tuple[float, float, float] | None,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """(phases, frequencies), fp64 [rotary_dim]: cos(phases + p * frequencies) are the cosines of position p, then its
-    sines."""
+    sines. Checks the function's arguments of which they are made."""
+    rotary_dim = head_dim if rotary_dim is None else to_int(function.__qualname__, "rotary_dim", rotary_dim)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(
+            f"{function.__qualname__}: rotary_dim: expected an even number up to {head_dim}, got {rotary_dim}"
+        )
+    _check_scales(function, passage, rope_scale=rope_scale, rope_theta=rope_theta)
     frequencies = rope_theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
     unscaled = torch.zeros_like(frequencies)
     if passage is not None:
@@ -262,7 +253,16 @@ def _waves(
     return phases, frequencies
 
 
-_cached_waves = lru_cache(maxsize=32)(_waves)
+def _check_scales(function: Function, passage: tuple[float, float, float] | None, **scales: float) -> None:
+    if passage is not None:
+        low, high, scales["old_context_len"] = passage
+        if not 0 < low < high:
+            expected = f"more than low_freq_factor {low}, and both positive"
+            raise ValueError(f"{function.__qualname__}: high_freq_factor: expected {expected}, got {high}")
+    refuse_bools(function, **scales)
+    for name, value in scales.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{function.__qualname__}: {name}: expected a positive number, got {value}")
 
 
 # ---- from a cache of cosines and sines -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ Taken, and without effect: deterministic, is_deterministic, enable_pdl. All ties
 all ties of the least that top_p keeps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def sampling_from_logits(
     if check_nan:
         _check_nan(sampling_from_logits, "logits", logits)
     probs = call_as(sampling_from_logits, NAMES, ops.softmax, _rows(logits))
-    return _sample(sampling_from_logits, probs, indices, generator, seed, offset)[0]
+    return _sample(sampling_from_logits, probs, indices, generator, seed, offset, {})[0]
 
 
 def sampling_from_probs(
@@ -64,7 +64,7 @@ def sampling_from_probs(
 ) -> Any:
     """A token of each row; with return_valid also whether the row is a distribution: without NaN, infinities and
     negative numbers, and not all zeros. The token of other rows is 0."""
-    return _sample_probs(sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid)
+    return _sample_probs(sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, {})
 
 
 def top_p_sampling_from_probs(
@@ -79,9 +79,9 @@ def top_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """The same among the greatest probabilities whose sum is top_p or more, as few as possible."""
-    top_p = _floats_of_rows(top_p_sampling_from_probs, "top_p", top_p, probs)
+    filters = {"top_p": _floats_of_rows(top_p_sampling_from_probs, "top_p", top_p, probs)}
     return _sample_probs(
-        top_p_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, top_p=top_p
+        top_p_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, filters
     )
 
 
@@ -97,9 +97,9 @@ def top_k_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """The same among the k greatest probabilities."""
-    top_k = _ints_of_rows(top_k_sampling_from_probs, "top_k", top_k, probs)
+    filters = {"top_k": _ints_of_rows(top_k_sampling_from_probs, "top_k", top_k, probs)}
     return _sample_probs(
-        top_k_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, top_k=top_k
+        top_k_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, filters
     )
 
 
@@ -115,9 +115,9 @@ def min_p_sampling_from_probs(
     return_valid: bool = False,
 ) -> Any:
     """The same among the probabilities from min_p times the greatest on."""
-    min_p = _floats_of_rows(min_p_sampling_from_probs, "min_p", min_p, probs)
+    filters = {"min_p": _floats_of_rows(min_p_sampling_from_probs, "min_p", min_p, probs)}
     return _sample_probs(
-        min_p_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, min_p=min_p
+        min_p_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, filters
     )
 
 
@@ -140,7 +140,7 @@ def top_k_top_p_sampling_from_logits(
         _check_nan(function, "logits", logits)
     filters = _top_k_top_p(function, logits, top_k, top_p, filter_apply_order)
     probs = call_as(function, NAMES, ops.softmax, _rows(logits))
-    return _sample(function, probs, indices, generator, seed, offset, **filters)[0]
+    return _sample(function, probs, indices, generator, seed, offset, filters)[0]
 
 
 def top_k_top_p_sampling_from_probs(
@@ -159,7 +159,7 @@ def top_k_top_p_sampling_from_probs(
     """`top_k_top_p_sampling_from_logits` of probabilities; return_valid as in `sampling_from_probs`."""
     function = top_k_top_p_sampling_from_probs
     filters = _top_k_top_p(function, probs, top_k, top_p, filter_apply_order)
-    return _sample_probs(function, probs, indices, generator, check_nan, seed, offset, return_valid, **filters)
+    return _sample_probs(function, probs, indices, generator, check_nan, seed, offset, return_valid, filters)
 
 
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: bool = False) -> Tensor:
@@ -222,11 +222,11 @@ def _sample_probs(
     seed: Seed,
     offset: Seed,
     return_valid: bool,
-    **filters: Any,
+    filters: Mapping[str, Any],
 ) -> Any:
     if check_nan:
         _check_nan(function, "probs", probs)
-    sampled = _sample(function, probs, indices, generator, seed, offset, **filters)
+    sampled = _sample(function, probs, indices, generator, seed, offset, filters)
     return sampled if return_valid else sampled[0]
 
 
@@ -237,7 +237,7 @@ def _sample(
     generator: Generator | None,
     seed: Seed,
     offset: Seed,
-    **filters: Any,
+    filters: Mapping[str, Any],  # of the op
 ) -> tuple[Tensor, Tensor]:
     seed, offset = _seeds(function, probs, generator, seed, offset)
     return call_as(

@@ -29,6 +29,11 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+def given(optional: dict[str, Any]) -> dict[str, Any]:
+    """Optional arguments without those that are None. Torch takes a quarter of a microsecond to read one."""
+    return {name: value for name, value in optional.items() if value is not None}
+
+
 def raise_as_marked(error: RuntimeError) -> None:
     """Raise a raw op's error as the type that its mark names, without the mark (csrc/marked_errors.h). Torch's own
     error for an argument that a schema does not take is a TypeError. Any other error is left to the caller."""
@@ -138,6 +143,8 @@ def refuse_bools(op: str, **numbers: object) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool):
             raise TypeError(f"{op}: {name}: expected a number, got {value}")
+        if isinstance(value, Tensor) and value.dtype == torch.bool:
+            raise TypeError(f"{op}: {name}: expected numbers, got a tensor of bools")
 
 
 def to_int(op: str, name: str, value: Any) -> int:

@@ -1,11 +1,22 @@
 """Attention over the paged cache, and the merge of two of its results."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._call import MAYBE_ON_CPU, call, check_bool, check_one_device, check_rank, check_tensors, refuse_bools, to_int
+from ._call import (
+    MAYBE_ON_CPU,
+    call,
+    check_bool,
+    check_one_device,
+    check_rank,
+    check_tensors,
+    given,
+    refuse_bools,
+    to_int,
+)
 
 
 def paged_attention_v1(
@@ -204,13 +215,10 @@ def paged_attention(
         out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads]: the natural log of the sum of
         the exponentials of a row's logits.
     """
-    arguments = _ragged_arguments(
-        "paged_attention", query, key_cache, value_cache, block_tables, scale, softcap, causal, max_seq_len
-    )
-    return call(
+    return _call_ragged(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
-        query_start_loc=query_start_loc, **arguments, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
-        sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
+        scale, softcap, causal, kv_cache_dtype, max_seq_len, query_start_loc=query_start_loc,
+        alibi_slopes=alibi_slopes, sliding_window=sliding_window, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
         right_window=right_window, attention_chunk=attention_chunk,
     )  # fmt: skip
 
@@ -241,29 +249,29 @@ def check_paged_attention(
     For a step that writes new tokens into the cache and attends then: called before anything is written, with the
     lengths that the sequences have then, this function finds what is wrong with the attention to come.
     """
-    arguments = _ragged_arguments(
-        "check_paged_attention", query, key_cache, value_cache, block_tables, scale, softcap, causal, max_seq_len
-    )
-    call(
+    _call_ragged(
         "check_paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
-        query_start_loc=query_start_loc, **arguments, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
-        sinks=sinks, kv_cache_dtype=kv_cache_dtype, k_scale=k_scale, v_scale=v_scale,
+        scale, softcap, causal, kv_cache_dtype, max_seq_len, query_start_loc=query_start_loc,
+        alibi_slopes=alibi_slopes, sliding_window=sliding_window, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
         right_window=right_window, attention_chunk=attention_chunk,
     )  # fmt: skip
 
 
-def _ragged_arguments(
+def _call_ragged(
     op: str,
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
+    seq_lens: Tensor,
     scale: float | None,
     softcap: float,
     causal: bool,
+    kv_cache_dtype: str,
     max_seq_len: int | None,
-) -> dict[str, Any]:
-    """The last four, with defaults filled in."""
+    **optional: Any,
+) -> Any:
+    """Calls `paged_attention`, or the op that checks its arguments, with the arguments that are given."""
     refuse_bools(op, scale=scale, softcap=softcap)
     if scale is None:
         check_tensors(op, query=query)
@@ -275,8 +283,11 @@ def _ragged_arguments(
         check_rank(op, "value_cache", value_cache, 4)
         check_rank(op, "block_tables", block_tables, 2)
         num_slots = block_tables.shape[1] * _kv_heads_and_block_size(key_cache, value_cache)[1]
-        max_seq_len = _bound_of_lengths(op, max_seq_len, num_slots)
-    return {"scale": scale, "softcap": softcap, "causal": causal, "max_seq_len": max_seq_len}
+        optional["max_seq_len"] = _bound_of_lengths(op, max_seq_len, num_slots)
+    return call(
+        op, query, key_cache, value_cache, block_tables, seq_lens,
+        scale=scale, softcap=softcap, causal=causal, kv_cache_dtype=kv_cache_dtype, **given(optional),
+    )  # fmt: skip
 
 
 def varlen_attention(
@@ -318,10 +329,13 @@ def varlen_attention(
         scale = _default_scale(query)
     check_bool("varlen_attention", "causal", causal)
     refuse_bools("varlen_attention", scale=scale, softcap=softcap)
+    optional = {
+        "max_seq_len": max_seq_len, "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "sinks": sinks,
+        "right_window": right_window,
+    }  # fmt: skip
     return call(
         "varlen_attention", query, key, value, query_start_loc, key_start_loc,
-        scale=scale, max_seq_len=max_seq_len, alibi_slopes=alibi_slopes, sliding_window=sliding_window,
-        softcap=softcap, sinks=sinks, causal=causal, right_window=right_window, attention_chunk=attention_chunk,
+        scale=scale, softcap=softcap, causal=causal, attention_chunk=attention_chunk, **given(optional),
     )  # fmt: skip
 
 
@@ -387,7 +401,12 @@ _register_fake("mla_attention")
 
 
 def merge_attn_states(
-    prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
+    prefix_output: Tensor,
+    prefix_lse: Tensor,
+    suffix_output: Tensor,
+    suffix_lse: Tensor,
+    *,
+    lse_base: float = math.e,
 ) -> tuple[Tensor, Tensor]:
     """Attention over two sets of tokens, merged from two results of `paged_attention`, one for each set.
 
@@ -398,11 +417,13 @@ def merge_attn_states(
     Args:
         prefix_output, suffix_output: [num_tokens, num_heads, head_size], contiguous.
         prefix_lse, suffix_lse: fp32 [num_tokens, num_heads], contiguous.
+        lse_base: what stands in place of e in the formulas, above 1. FlashInfer's lse has base 2.
 
     Returns:
         (output, lse).
     """
     check_tensors("merge_attn_states", prefix_output=prefix_output, prefix_lse=prefix_lse)
     output, output_lse = torch.empty_like(prefix_output), torch.empty_like(prefix_lse)
-    call("merge_attn_states", output, output_lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
+    states = prefix_output, prefix_lse, suffix_output, suffix_lse
+    call("merge_attn_states", output, output_lse, *states, lse_base=lse_base)
     return output, output_lse

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._call import call, check_one_device, check_tensors
+from ._call import call, check_one_device, check_tensors, given
 
 
 def reshape_and_cache(
@@ -150,10 +150,10 @@ def compute_slot_mapping(
     Returns:
         slot_mapping, int64 [num_tokens]; -1 for tokens that are skipped.
     """
-    return call(
-        "compute_slot_mapping", positions, block_tables, block_size, num_blocks, batch_indices=batch_indices,
-        block_start_loc=block_start_loc, last_block_lens=last_block_lens,
-    )  # fmt: skip
+    optional = {
+        "batch_indices": batch_indices, "block_start_loc": block_start_loc, "last_block_lens": last_block_lens,
+    }  # fmt: skip
+    return call("compute_slot_mapping", positions, block_tables, block_size, num_blocks, **given(optional))
 
 
 def consecutive_block_tables(

@@ -12,6 +12,8 @@ def rotary_embedding(
     head_size: int,
     cos_sin_cache: Tensor,
     is_neox: bool = True,
+    *,
+    sin_cache: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotary position embedding, in place (Su et al., "RoFormer", 2021).
 
@@ -26,12 +28,14 @@ def rotary_embedding(
         key: likewise, with num_kv_heads; or None.
         cos_sin_cache: [max_position, rot_dim], rot_dim / 2 cosines, then as many sines; rot_dim <= head_size. fp32, or
             of query's dtype.
+        sin_cache: the sines, like cos_sin_cache, which has the cosines alone then: [max_position, rot_dim / 2] each.
 
     Returns:
         (query, key).
     """
     check_bool("rotary_embedding", "is_neox", is_neox)
-    call("rotary_embedding", positions, query, key, head_size, cos_sin_cache, is_neox)
+    optional = {} if sin_cache is None else {"sin_cache": sin_cache}
+    call("rotary_embedding", positions, query, key, head_size, cos_sin_cache, is_neox, **optional)
     return query, key
 
 

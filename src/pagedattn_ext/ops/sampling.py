@@ -133,13 +133,14 @@ def sample_from_probs(
     op = "sample_from_probs"
     check_tensors(op, probs=probs)
     check_bool(op, "top_k_first", top_k_first)
-    rows, dtype = probs, torch.int32
+    check_rank(op, "probs", probs, 2)
+    num_rows, dtype, device = probs.shape[0], torch.int32, probs.device
     if indices is not None:
         check_tensors(op, indices=indices)
-        rows, dtype = indices, indices.dtype
-    device = probs.device
-    tokens = torch.empty(rows.shape[:1], dtype=dtype, device=device)
-    valid = torch.empty(rows.shape[:1], dtype=torch.bool, device=device)
+        check_rank(op, "indices", indices, 1)
+        num_rows, dtype = indices.shape[0], indices.dtype
+    tokens = torch.empty(num_rows, dtype=dtype, device=device)
+    valid = torch.empty(num_rows, dtype=torch.bool, device=device)
     call(
         op,
         tokens,

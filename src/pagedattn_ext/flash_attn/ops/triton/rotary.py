@@ -44,16 +44,17 @@ def apply_rotary(
             f"{function.__name__}: sin: expected shape {list(cos.shape)} and {cos.dtype}, as cos has, got "
             f"{list(sin.shape)} and {sin.dtype}"
         )
-    cos_sin = torch.cat([cos, -sin if conjugate else sin], -1)
-    if cos_sin.dtype != x.dtype:
-        cos_sin = cos_sin.float()
+    cos, sin = (
+        tensor.contiguous() if tensor.dtype == x.dtype else tensor.float().contiguous() for tensor in (cos, sin)
+    )
     # The op rotates rows that are evenly spaced.
     is_even = x.stride(-1) == 1 and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1))
     rotated = x if inplace and is_even else x.clone(memory_format=torch.contiguous_format)
-    names = {"query": "x", "positions": "seqlen_offsets", "cos_sin_cache": "cos"}
+    names = {"query": "x", "positions": "seqlen_offsets", "cos_sin_cache": "cos", "sin_cache": "sin"}
     call_as(
         function, names, ops.rotary_embedding,
-        _positions(x, seqlen_offsets, cu_seqlens), rotated, None, x.shape[-1], cos_sin, not interleaved,
+        _positions(x, seqlen_offsets, cu_seqlens), rotated, None, x.shape[-1], cos, not interleaved,
+        sin_cache=-sin if conjugate else sin,
     )  # fmt: skip
     return x.copy_(rotated) if inplace and not is_even else rotated
 
