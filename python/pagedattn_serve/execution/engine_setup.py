@@ -140,8 +140,8 @@ def limit_to_model(config: SchedulerConfig, model: CausalLM) -> SchedulerConfig:
 def limit_to_memory(
     cache_config: CacheConfig, model: CausalLM, scheduler_config: SchedulerConfig, device: str
 ) -> CacheConfig:
-    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; and num_host_blocks. Raises
-    ValueError if there is no room for a block, and for an int8 cache on CUDA."""
+    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; num_host_blocks; and the model's
+    window. Raises ValueError if there is no room for a block, and for an int8 cache on CUDA."""
     block_size, kv_cache_dtype = cache_config.block_size, cache_config.kv_cache_dtype
     if kv_cache_dtype == "int8" and device != "cpu":
         raise ArgumentError("kv_cache_dtype", "another than int8, which is for the CPU", f"int8 on {device}")
@@ -155,7 +155,7 @@ def limit_to_memory(
         at_most = num_useful_blocks(scheduler_config, block_size)
         num_blocks = choose_num_blocks(model, memory, block_size, at_most, kv_cache_dtype)
     num_host_blocks = choose_num_host_blocks(model, scheduler_config, cache_config, num_blocks)
-    return replace(cache_config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    return replace(cache_config, num_blocks=num_blocks, num_host_blocks=num_host_blocks, window=model.window())
 
 
 def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> SchedulerConfig:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models.cache_shape import CacheShape
+from pagedattn_serve.models.cache_shape import CacheShape, widest
 from pagedattn_serve.models.partition import (
     GatheredLinear,
     Partition,
@@ -112,6 +112,10 @@ class CausalLM(nn.Module):
         """The layer that writes each of the caches."""
         return [self.cache_of_layer.index(cache) for cache in range(len(self.cache_shapes))]
 
+    def window(self) -> int | None:
+        """Tokens up to a row's own that some layer sees, at most; None: all."""
+        return widest(shape.window for shape in self.cache_shapes)
+
     def describe_layers(self) -> str:
         """How many layers there are, and how many of them have no cache of their own."""
         without = self.cache_of_layer.count(None)
@@ -122,11 +126,11 @@ class CausalLM(nn.Module):
 
     def describe_caches(self) -> str:
         """The heads of the caches, and, where the caches differ, how many have them."""
-        counts = Counter(self.cache_shapes)
+        counts = Counter((shape.num_kv_heads, shape.head_size) for shape in self.cache_shapes)
         return "; ".join(
-            f"{shape.num_kv_heads} key-value, of size {shape.head_size}"
+            f"{num_kv_heads} key-value, of size {head_size}"
             + (f" ({count} of {len(self.cache_shapes)} caches)" if len(counts) > 1 else "")
-            for shape, count in counts.items()
+            for (num_kv_heads, head_size), count in counts.items()
         )
 
 

@@ -22,7 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoMo
 from transformers.utils import logging as transformers_logging
 
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.models.cache_shape import allocate_caches
+from pagedattn_serve.models.cache_shape import CacheShape, allocate_caches, widest
 from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache, misfit
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.partition import SINGLE, Partition
@@ -54,6 +54,12 @@ class Step:
         self.shapes = shapes
         self.cache_of_layer = cache_of_layer
         self.inputs: tuple[Sequence[KVCache], AttentionMetadata, Tensor] | None = None  # the last one: positions
+
+
+def cache_shape(writer: int, shapes: dict[int, AttentionShape]) -> CacheShape:
+    """Of the cache that a layer writes. It keeps what the widest window shows of the layers that attend to it."""
+    windows = (shape.window for shape in shapes.values() if shape.writer == writer)
+    return CacheShape(shapes[writer].num_kv_heads, shapes[writer].head_size, widest(windows))
 
 
 class NumTokensBefore:
@@ -110,7 +116,7 @@ class TransformersCausalLM(CausalLM):
         self.num_layers = text_config.num_hidden_layers
         self.num_heads = max(shape.num_heads for shape in shapes.values())
         writers = sorted({shape.writer for shape in shapes.values()})
-        self.cache_shapes = [shapes[layer].cache_shape for layer in writers]
+        self.cache_shapes = [cache_shape(writer, shapes) for writer in writers]
         self.cache_of_layer = [writers.index(shapes[layer].writer) for layer in range(self.num_layers)]
         self.vocab_size = text_config.vocab_size
         self.step = Step(shapes, self.cache_of_layer)

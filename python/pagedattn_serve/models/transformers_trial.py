@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
-from pagedattn_serve.models.cache_shape import CacheShape
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
 NUM_TOKENS = 3
@@ -49,8 +48,14 @@ class AttentionShape:
     attention_chunk: int
 
     @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape(self.num_kv_heads, max(self.key_size, self.value_size))
+    def head_size(self) -> int:
+        """Of the cache, in which a narrower value is padded."""
+        return max(self.key_size, self.value_size)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens up to a row's own that the row sees, at most; None: all. A chunk shows so many to its last token."""
+        return self.sliding_window or self.attention_chunk or None
 
 
 @dataclass(slots=True, frozen=True)
@@ -169,7 +174,7 @@ def run_trial(model: PreTrainedModel, config: Any) -> dict[int, AttentionShape]:
         raise Refusal("its layers do not call transformers' attention interface")
     if sorted(trial.shapes) != list(range(config.num_hidden_layers)):
         raise Refusal(f"of its {config.num_hidden_layers} layers, {len(trial.shapes)} attend to keys and values")
-    if (size := max(shape.cache_shape.head_size for shape in trial.shapes.values())) > MAX_HEAD_SIZE:
+    if (size := max(shape.head_size for shape in trial.shapes.values())) > MAX_HEAD_SIZE:
         raise Refusal(f"its heads of size {size} are larger than the ops know, up to {MAX_HEAD_SIZE}")
     uses_windows = getattr(config, "layer_types", None) is not None or {
         shape.sliding_window for shape in trial.shapes.values()

@@ -36,6 +36,7 @@ class RandomLoad:
         speculation: str | None,
         enable_prefix_caching: bool,
         watermark: float,
+        window: int | None,
         stop_rate: float,
         error_rate: float,
         seed: int,
@@ -54,6 +55,7 @@ class RandomLoad:
             watermark=watermark,
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=enable_prefix_caching,
+            window=window,
         )
         self.engine = FakeEngine(
             scheduler_config,
@@ -133,6 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculation=st.sampled_from([None, "ngram"]),
         enable_prefix_caching=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
+        window=st.sampled_from([None, 1, 5, 20]),
         stop_rate=st.sampled_from([0.0, 0.05]),
         error_rate=st.sampled_from([0.0, 0.02]),
         seed=st.integers(0, 9999),
@@ -212,6 +215,7 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
         speculation=random.choice([None, "ngram"]),
         enable_prefix_caching=random.random() < 0.7,
         watermark=random.choice([0.0, 0.01, 0.3]),
+        window=[None, None, 1, 5, 20][(seed + 2) % 5],
         stop_rate=random.choice([0.0, 0.05]),
         error_rate=random.choice([0.0, 0.0, 0.02]),
         seed=seed,
@@ -288,5 +292,6 @@ def test_random_load_meets_everything() -> None:
         "beams as alone",
         "measured without a long prompt",
         "passed a long prompt",
+        "gave blocks back",
     ):
         assert num_times[what] > 0, what
