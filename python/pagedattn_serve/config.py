@@ -194,10 +194,11 @@ class SchedulerConfig:
 class CacheConfig:
     """Size of the paged key-value cache, in blocks, and what bounds the size where num_blocks is UNBOUNDED.
 
-    The fields are those of `EngineArgs`, but for five:
+    The fields are those of `EngineArgs`, but for six:
 
     watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
     num_host_blocks: blocks of the pool in host memory that others are swapped out to.
+    window: tokens up to a row's own that some layer of the model sees, at most; None: all.
     kv_scales: (k_scale, v_scale) of each layer with a cache of its own, for a cache in fp8; None: all are 1.
     num_state_slots: sequences whose states have room, for a model whose layers keep a state; 0: the model keeps none.
     num_host_state_slots: the same in host memory, for sequences that are swapped out.
@@ -207,6 +208,7 @@ class CacheConfig:
     block_size: int = 16
     watermark: float = DEFAULT_WATERMARK
     num_host_blocks: int = 0
+    window: int | None = None
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     swap_space: float = 4
@@ -224,6 +226,8 @@ class CacheConfig:
         check_int("num_host_blocks", self.num_host_blocks, 0)
         check_int("num_state_slots", self.num_state_slots, 0)
         check_int("num_host_state_slots", self.num_host_state_slots, 0)
+        if self.window is not None:
+            check_int("window", self.window, 1)
         if self.kv_cache_memory is not None:
             check_int("kv_cache_memory", self.kv_cache_memory, 1)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, but=0)

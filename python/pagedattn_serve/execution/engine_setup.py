@@ -189,9 +189,9 @@ def leave_out_for_states(
 def limit_to_memory(
     cache_config: CacheConfig, model: CausalLM, scheduler_config: SchedulerConfig, device: str
 ) -> CacheConfig:
-    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; and how many blocks there are on
-    the host, and states here and there. Raises ValueError if there is no room for a block, and for an int8 cache on
-    CUDA."""
+    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; how many blocks there are on the
+    host, and states here and there; and the model's window. Raises ValueError if there is no room for a block, and for
+    an int8 cache on CUDA."""
     block_size, kv_cache_dtype = cache_config.block_size, cache_config.kv_cache_dtype
     if kv_cache_dtype == "int8" and device != "cpu":
         raise ArgumentError("kv_cache_dtype", "another than int8, which is for the CPU", f"int8 on {device}")
@@ -216,7 +216,7 @@ def limit_to_memory(
         num_host_state_slots = min(host_memory // 2 // state_bytes_of(model), num_state_slots)
     with_states = replace(cache_config, num_state_slots=num_state_slots, num_host_state_slots=num_host_state_slots)
     num_host_blocks = choose_num_host_blocks(model, scheduler_config, with_states, num_blocks)
-    return replace(with_states, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    return replace(with_states, num_blocks=num_blocks, num_host_blocks=num_host_blocks, window=model.window())
 
 
 def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> SchedulerConfig:

@@ -2,8 +2,9 @@
 shapes.
 """
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,11 +22,13 @@ class CacheShape:
 
     head_size: elements of a key. A narrower value is padded to this size; and both are padded to whole 16 bytes.
     has_values: False for latents (MLA): the cache has one head of keys, of any size, and values are part of the keys.
+    window: tokens up to a row's own that the layers of the cache see, at most; None: all.
     """
 
     num_kv_heads: int
     head_size: int
     has_values: bool = True
+    window: int | None = None
 
     def slot_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that a token takes in a cache of `dtype`, key and value together. ValueError for latents in 8 bits."""
@@ -36,6 +39,11 @@ class CacheShape:
             return self.head_size * dtype.itemsize
         key_rows = padded_head_size(self.head_size, dtype)
         return self.num_kv_heads * (key_rows + num_value_rows(key_rows, dtype)) * dtype.itemsize
+
+
+def widest(windows: Iterable[int | None]) -> int | None:
+    """The widest of some windows; None is one that shows all."""
+    return max(windows, key=lambda window: math.inf if window is None else window, default=None)
 
 
 def bytes_per_block(shapes: Sequence[CacheShape], block_size: int, dtype: torch.dtype) -> int:

@@ -5,7 +5,7 @@ caches of its layers. And what the families with a file of their own share.
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models.cache_shape import CacheShape
+from pagedattn_serve.models.cache_shape import CacheShape, widest
 from pagedattn_serve.models.partition import (
     GatheredLinear,
     Partition,
@@ -154,6 +154,10 @@ class CausalLM(nn.Module):
         """The layer that writes each of the caches."""
         return [self.cache_of_layer.index(cache) for cache in range(len(self.cache_shapes))]
 
+    def window(self) -> int | None:
+        """Tokens up to a row's own that some layer sees, at most; None: all."""
+        return widest(shape.window for shape in self.cache_shapes)
+
     def describe_layers(self) -> str:
         """How many layers there are, and how many of them have no cache of their own."""
         without = self.cache_of_layer.count(None)
@@ -164,7 +168,7 @@ class CausalLM(nn.Module):
 
     def describe_caches(self) -> str:
         """The heads of the caches, and, where the caches differ, how many have them."""
-        counts = Counter(self.cache_shapes)
+        counts = Counter(replace(shape, window=None) for shape in self.cache_shapes)
         return "; ".join(
             (f"{shape.num_kv_heads} key-value" if shape.has_values else "1 latent with a rotary part for all")
             + f", of size {shape.head_size}"

@@ -5,6 +5,7 @@ A config may have fields of other families, and they count for nothing: `model_t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -126,6 +127,10 @@ class LlamaForCausalLM(NativeCausalLM):
         super().__init__(config, dtype, partition, config.num_key_value_heads, head_size)
         self.max_model_len = max_position(config)
         self.model = LlamaModel(config, partition, RotaryEmbedding(config, head_size, dtype))
+        self.cache_shapes = [
+            replace(shape, window=sliding_window_of_layer(config, layer_idx))
+            for layer_idx, shape in enumerate(self.cache_shapes)
+        ]
         self.make_lm_head(config, self.model.embed_tokens)
 
 

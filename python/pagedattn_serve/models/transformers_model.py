@@ -22,7 +22,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoMo
 from transformers.utils import logging as transformers_logging
 
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.models.cache_shape import allocate_caches
+from pagedattn_serve.models.cache_shape import CacheShape, allocate_caches, widest
 from pagedattn_serve.models.causal_lm import (
     AttentionMetadata,
     CausalLM,
@@ -80,6 +80,13 @@ class Step:
     def is_alone(self) -> bool:
         """Whether transformers calls the layers, and not a step of the engine."""
         return self.states is None
+
+
+def cache_shape(writer: int, shapes: dict[int, AttentionShape]) -> CacheShape:
+    """Of the cache that a layer writes. It keeps what the widest window shows of the layers that attend to it."""
+    window = widest(shape.window for shape in shapes.values() if shape.writer == writer)
+    shape = shapes[writer]
+    return CacheShape(shape.num_kv_heads, shape.head_size, has_values=not shape.is_latent, window=window)
 
 
 class NumTokensBefore:
@@ -140,7 +147,7 @@ class TransformersCausalLM(CausalLM):
         self.num_layers = text_config.num_hidden_layers
         self.num_heads = max((shape.num_heads for shape in shapes.values()), default=0)
         writers = sorted({shape.writer for shape in shapes.values()})
-        self.cache_shapes = [shapes[layer].cache_shape for layer in writers]
+        self.cache_shapes = [cache_shape(writer, shapes) for writer in writers]
         cache_of = {layer: writers.index(shape.writer) for layer, shape in shapes.items()}
         self.cache_of_layer = [cache_of.get(layer) for layer in range(self.num_layers)]
         self.vocab_size = text_config.vocab_size

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
-from pagedattn_serve.models.cache_shape import CacheShape
 from pagedattn_serve.models.latent_attention import is_latent
 from pagedattn_serve.models.transformers_states import LinearUse, TrialCache, mixers, watch_linear_layers
 
@@ -56,8 +55,14 @@ class AttentionShape:
     is_latent: bool
 
     @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape(self.num_kv_heads, max(self.key_size, self.value_size), not self.is_latent)
+    def head_size(self) -> int:
+        """Of the cache, in which a narrower value is padded."""
+        return max(self.key_size, self.value_size)
+
+    @property
+    def window(self) -> int | None:
+        """Tokens up to a row's own that the row sees, at most; None: all. A chunk shows so many to its last token."""
+        return self.sliding_window or self.attention_chunk or None
 
 
 @dataclass(slots=True, frozen=True)
@@ -208,7 +213,7 @@ def run_trial(model: PreTrainedModel, config: Any) -> Trial:
     layers = trial.shapes.keys() | with_states
     if len(layers) + num_idle != config.num_hidden_layers or not layers <= set(range(config.num_hidden_layers)):
         raise Refusal(f"of its {config.num_hidden_layers} layers, {len(layers)} attend to keys and values")
-    head_sizes = [shape.cache_shape.head_size for shape in trial.shapes.values() if not shape.is_latent]
+    head_sizes = [shape.head_size for shape in trial.shapes.values() if not shape.is_latent]
     if (size := max(head_sizes, default=0)) > MAX_HEAD_SIZE:
         raise Refusal(f"its heads of size {size} are larger than the ops know, up to {MAX_HEAD_SIZE}")
     uses_windows = getattr(config, "layer_types", None) is not None or {

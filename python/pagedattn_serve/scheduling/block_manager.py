@@ -9,6 +9,10 @@ sequence's salt). So a sequence that begins with the same tokens finds the block
 that fill it are scheduled. That is early enough: a sequence that finds the block runs in the same step or later, and in
 each layer all keys and values of a step are written before any are read. Where layers keep a state besides, blocks are
 found up to the last one whose end has a checkpoint of the state (`StateSlots`).
+
+Where every layer of a model has a window (or attends in chunks), a sequence gives a block back when all of the block's
+tokens lie behind the widest window: no row to come sees them. A block is a block of all layers' caches, so a model with
+a layer that sees all tokens gives none back.
 """
 
 import math
@@ -28,6 +32,8 @@ from pagedattn_serve.scheduling.sequence import (
 )
 from pagedattn_serve.scheduling.state_slots import StateSlots
 
+RELEASED = -1  # in a table, in place of each block that was given back; these are the first of the table
+
 
 class BlockManager:
     """Block tables of the sequences that hold blocks, keyed by identity. A call that raises changes nothing.
@@ -43,6 +49,7 @@ class BlockManager:
 
     def __init__(self, cache_config: CacheConfig, table_array: TableArray) -> None:
         self.block_size = cache_config.block_size
+        self.window = cache_config.window
         self.prefix_caching = cache_config.enable_prefix_caching
         self._pack = Struct(f"{self.block_size}q").pack  # the tokens of a block as bytes
         self._watermark_blocks = math.ceil(cache_config.watermark * cache_config.num_blocks)
@@ -85,7 +92,8 @@ class BlockManager:
         return self._host_allocator.num_owned_blocks
 
     def block_table(self, sequence: Sequence) -> list[int]:
-        """Physical block of each logical block, [num_blocks_of_sequence]. ValueError if the sequence holds none.
+        """Physical block of each logical block, [num_blocks_of_sequence], RELEASED for those behind the window.
+        ValueError if the sequence holds none.
 
         The manager's own list, to be read only.
         """
@@ -97,11 +105,11 @@ class BlockManager:
     @property
     def num_table_entries(self) -> int:
         """Blocks that the sequences would hold if none were shared."""
-        return sum(map(len, self.tables.values()))
+        return sum(map(len, map(held, self.tables.values())))
 
     def num_used_slots(self) -> int:
         """Tokens whose keys and values are in blocks that sequences hold. Tokens of a shared block count once."""
-        if self.num_table_entries == self.num_used_blocks:  # no block is shared
+        if self.window is None and self.num_table_entries == self.num_used_blocks:  # no block is shared
             return sum(sequence.num_computed_tokens for sequence in self.tables)
         num_tokens: dict[int, int] = {}
         for sequence, table in self.tables.items():
@@ -109,6 +117,7 @@ class BlockManager:
             num_tokens.update(dict.fromkeys(table[:num_full], self.block_size))
             if rest:
                 num_tokens[table[num_full]] = max(rest, num_tokens.get(table[num_full], 0))
+        num_tokens.pop(RELEASED, None)
         return sum(num_tokens.values())
 
     def block_states(self) -> list[str]:
@@ -227,10 +236,22 @@ class BlockManager:
         self._require_unknown(child)
         if child.num_tokens != parent.num_tokens:
             raise ArgumentError("child", f"the parent's {parent.num_tokens} tokens", child.num_tokens)
-        for block in table:
+        for block in held(table):
             self._allocator.fork(block)
         self.tables[child] = table
         self.states.fork(parent, child)
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back the blocks that lie behind the window of the next token to compute."""
+        if self.window is None:
+            return
+        table = self.block_table(sequence)
+        end = (sequence.num_computed_tokens + 1 - self.window) // self.block_size
+        for i in range(end - 1, -1, -1):  # the end is forgotten before what it builds on
+            if table[i] == RELEASED:
+                break
+            self._allocator.free(table[i])
+            table[i] = RELEASED  # the array keeps the block: nobody looks there
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's blocks away, on the device or the host. Shared blocks stay with their other sequences.
@@ -240,10 +261,10 @@ class BlockManager:
 
     def _free_blocks(self, sequence: Sequence) -> None:
         if sequence in self._host_tables:
-            for block in self._host_tables.pop(sequence):
+            for block in held(self._host_tables.pop(sequence)):
                 self._host_allocator.free(block)
             return
-        for block in reversed(self.block_table(sequence)):  # the end is forgotten before what it builds on
+        for block in reversed(held(self.block_table(sequence))):  # the end is forgotten before what it builds on
             self._allocator.free(block)
         del self.tables[sequence]
         self._rows.take_back(sequence)
@@ -283,7 +304,7 @@ class BlockManager:
         nothing changed, if the pool has too few free blocks. Raises ValueError if a sequence holds no blocks.
         """
         tables = [self.block_table(sequence) for sequence in sequences]
-        blocks = dict.fromkeys(block for table in tables for block in table)
+        blocks = dict.fromkeys(block for table in tables for block in held(table))
         if len(blocks) > self._host_allocator.num_free_blocks or not self.states.host_has_room(sequences):
             return None
         host_of = {block: self._host_allocator.allocate() for block in blocks}
@@ -312,9 +333,10 @@ class BlockManager:
         device_of: dict[int, int] = {}
         for sequence, table, num in zip(sequences, tables, num_computed, strict=True):
             found_of = dict(zip(table, self._find(sequence.block_hashes[:num]), strict=False))
+            found_of.pop(RELEASED, None)
             device_of |= {block: found for block, found in found_of.items() if block not in to_compute}
         found = list(device_of.values())
-        to_copy = list(dict.fromkeys(block for table in tables for block in table if block not in device_of))
+        to_copy = list(dict.fromkeys(block for table in tables for block in held(table) if block not in device_of))
         num_new = len(to_copy) + self._num_to_append(sequences, tables, self._host_allocator)
         if not (self.states.have_room(sequences) and self._has_room(num_new, [found], keep_watermark)):
             return None
@@ -377,10 +399,12 @@ class BlockManager:
         for allocator, tables in ((self._allocator, self.tables), (self._host_allocator, self._host_tables)):
             allocator.check_integrity()
             for sequence, table in tables.items():
-                assert len(set(table)) == len(table), f"{sequence.request_id} holds a block twice: {table}"
+                blocks = held(table)
+                assert len(set(blocks)) == len(blocks), f"{sequence.request_id} holds a block twice: {table}"
+                assert RELEASED not in blocks, f"{sequence.request_id} has given back a later block: {table}"
             num_holders = [0] * allocator.num_blocks
             for table in tables.values():
-                for block in table:
+                for block in held(table):
                     num_holders[block] += 1
             counts = allocator.ref_counts()
             assert counts == num_holders, "; ".join(
@@ -460,11 +484,11 @@ class BlockManager:
         """The tables in blocks of another pool. A block has one owner so far, and as many as hold it afterwards."""
         owned: set[int] = set()
         for table in tables:
-            for block in table:
+            for block in held(table):
                 if block in owned:
                     allocator.fork(block_of[block])
                 owned.add(block)
-        translated = ([block_of[block] for block in table] for table in tables)
+        translated = ([block_of.get(block, RELEASED) for block in table] for table in tables)
         return dict(zip(sequences, translated, strict=True))
 
     def _require_unknown(self, sequence: Sequence) -> None:
@@ -478,6 +502,11 @@ def salt_hash(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest() if salt else b""
 
 
+def held(table: list[int]) -> list[int]:
+    """The blocks of a table that were not given back."""
+    return table[table.count(RELEASED) :]
+
+
 def _owners(allocator: BlockAllocator, tables: dict[Sequence, list[int]], groups: list[list[Sequence]]) -> list[int]:
     owners = [-1] * allocator.num_blocks
     num_left = allocator.num_owned_blocks
@@ -487,7 +516,7 @@ def _owners(allocator: BlockAllocator, tables: dict[Sequence, list[int]], groups
     for ends_at_shared in (True, False):
         for index, sequences in enumerate(groups):
             for sequence in sequences:
-                for block in reversed(tables.get(sequence, ())):
+                for block in reversed(held(tables.get(sequence, []))):
                     if owners[block] < 0:
                         owners[block] = index
                         num_left -= 1
@@ -573,4 +602,7 @@ class TableRows:
         assert rows == self._row_of, f"rows {rows}, by sequence {self._row_of}"
         for sequence, row in rows.items():
             table, found = tables[sequence], self._array.row(row, len(tables[sequence]))
-            assert found == table, f"row {row} of {sequence.request_id}: {found}, but its blocks are {table}"
+            begin = table.count(RELEASED)
+            assert found[begin:] == table[begin:], (
+                f"row {row} of {sequence.request_id}: {found}, but its blocks are {table}"
+            )

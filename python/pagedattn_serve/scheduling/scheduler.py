@@ -179,6 +179,8 @@ class Scheduler:
             sequence.num_computed_tokens = end = begin + scheduled.num_new_tokens
             if merges and end % block_size < end - begin:  # it has filled a block
                 manager.merge(sequence, begin // block_size, end // block_size)
+            if manager.window is not None:
+                manager.release(sequence)
 
     def mark_verified(self, sequence: Sequence, num_accepted: int) -> None:
         """After `mark_computed` and with the new tokens appended: `num_accepted` of them were its first drafts."""

@@ -160,7 +160,7 @@ VARIANTS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     ),
     "mistral": (
         MistralConfig,
-        dict(hidden_size=54, num_attention_heads=6, num_key_value_heads=2, head_dim=18, sliding_window=11),
+        dict(hidden_size=54, num_attention_heads=6, num_key_value_heads=2, head_dim=18, sliding_window=35),
     ),
     "mistral-full": (
         MistralConfig,

@@ -112,7 +112,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3": LAYERS,
     "olmoe": EXPERTS,
     "phi": {},
-    "phi3": dict(sliding_window=9),
+    "phi3": dict(sliding_window=25),
     "qwen2_moe": dict(**EXPERTS, shared_expert_intermediate_size=24),
     "qwen3_moe": dict(**EXPERTS, head_dim=16),
     "smollm3": {},
@@ -174,7 +174,8 @@ def test_greedy_equals_hugging_face_under_preemption(save: Save, model_type: str
     path, model = save(model_type)
     prompts = prompts_of(model_type)
     expected = references(model, prompts)
-    engine = LLMEngine(path, **SMALL)
+    # More at once than elsewhere, as a model whose layers all have windows gives blocks back.
+    engine = LLMEngine(path, **SMALL | dict(max_num_seqs=len(prompts)))
     assert token_ids(run(engine, prompts, GREEDY)) == expected
     assert engine.stats().num_preemptions > 0
     assert model_of(engine).runs == f"through transformers {transformers.__version__}"
@@ -333,6 +334,23 @@ def test_info_of_caches_that_differ(save: Save, capsys: pytest.CaptureFixture[st
     assert shown["cache"] == f"{token_bytes:,} bytes per token, {16 * token_bytes:,} per block of 16"
     caches = LLMEngine(path, num_blocks=9).model_runner.cache_engine.kv_caches
     assert [cache.value_cache.shape for cache in caches] == [(9, 2, 16, 16), (9, 1, 512, 16)]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "windows"),
+    [
+        ("gemma3n_text", {}, [11, None]),  # also of the layers that share
+        ("llama4_text", {}, [11, 11, 11, None]),
+        ("phi3", {}, [25, 25]),
+        ("gpt_oss", dict(layer_types=["sliding_attention"] * 2), [11, 11]),
+    ],
+)
+def test_windows_of_caches(save: Save, model_type: str, fields: dict[str, Any], windows: list[int | None]) -> None:
+    """The engine gives blocks back only if each cache has a window, and then behind the widest."""
+    path, _ = save(model_type, **fields)
+    engine = LLMEngine(path, num_blocks=9)
+    assert [shape.window for shape in model_of(engine).cache_shapes] == windows
+    assert engine.scheduler.block_manager.window == (None if None in windows else windows[0])
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss"])

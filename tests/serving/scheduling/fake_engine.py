@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from fake_runner import ROW_ERROR, FakeModel, FakeRunner, prompt_logprob
+from fake_runner import ROW_ERROR, FakeModel, FakeRunner, first_visible, prompt_logprob
 
 import pagedattn_serve
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
@@ -21,6 +21,7 @@ from pagedattn_serve.requests.inputs import InputProcessor, RequestArgs
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling.block_manager import RELEASED, held
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, SequenceGroup, SequenceStatus
 
@@ -185,9 +186,9 @@ class FakeEngine:
         assert (self.manager.num_used_blocks, self.manager.num_used_host_blocks) == (0, 0)
         assert self.manager.states.num_used_slots == 0
         assert self.manager.num_free_blocks + self.num_pinned_blocks() == self.manager.num_blocks
-        rest = self.scheduler.schedule()
-        rest.table_writes.clear()  # of sequences that have ended since
-        assert rest == ScheduledBatch()
+        batch = self.scheduler.schedule()
+        batch.table_writes.clear()  # of sequences that have ended since, and of blocks merged in their last step
+        assert batch == ScheduledBatch()
         if self.model.vocab_size is not None:
             self.check_outputs()
         self.num_times["accepted"] = self.scheduler.num_accepted_tokens
@@ -387,7 +388,10 @@ class FakeEngine:
             # A group that made way for a better one may fit beside it after all: computed again, equal blocks are
             # shared.
             readmitted = group in scheduler.running and config.policy == "priority"
-            assert readmitted or group in scheduler.waiting or (group in scheduler.swapped and batch.blocks_to_swap_out)
+            host_tables = self.manager._host_tables
+            holds_none = not any(held(host_tables.get(sequence, [])) for sequence in group.sequences)
+            is_swapped = group in scheduler.swapped and (batch.blocks_to_swap_out or holds_none)
+            assert readmitted or group in scheduler.waiting or is_swapped
             self.num_times["swapped out" if group in scheduler.swapped else "recomputed"] += 1
             self.num_times["preempted, several sequences"] += len(group.sequences) > 1
         for group in batch.outgrown:
@@ -513,7 +517,7 @@ class FakeEngine:
         manager.check_integrity()
         assert manager.tables.keys() == {sequence for group in scheduler.running for sequence in group.sequences}
         assert manager._host_tables.keys() == {sequence for group in scheduler.swapped for sequence in group.sequences}
-        assert manager.num_used_blocks == len({block for table in manager.tables.values() for block in table})
+        assert manager.num_used_blocks == len({block for table in manager.tables.values() for block in held(table)})
         if not has_run:
             return
         for read, tables in ((self.cache.read, manager.tables), (self.cache.read_host, manager._host_tables)):
@@ -521,8 +525,11 @@ class FakeEngine:
             for group in queue:
                 # Amid a prefill, a sequence may share blocks that another sequence has not computed yet.
                 for sequence in group.sequences[: 1 if group.in_prefill else None]:
-                    num_computed = sequence.num_computed_tokens
-                    assert read(tables[sequence], num_computed) == self.values(sequence)[:num_computed]
+                    first, num_computed = first_visible(manager, sequence), sequence.num_computed_tokens
+                    values = self.values(sequence)[first:num_computed]
+                    assert read(tables[sequence], num_computed)[first:] == values
+                    self.num_times["gave blocks back"] += RELEASED in tables[sequence]
+                    assert tables[sequence].count(RELEASED) <= first // manager.block_size
         self._check_published()
         self._check_states()
 
@@ -557,7 +564,7 @@ class FakeEngine:
             holders: dict[int, list[int]] = {}
             for index, group in enumerate(groups):
                 for sequence in group.sequences:
-                    for block in tables.get(sequence, ()):
+                    for block in held(tables.get(sequence, [])):
                         holders.setdefault(block, []).append(index)
             assert all(owner in holders.get(block, [-1]) for block, owner in enumerate(owners))
             if tables is manager.tables:

@@ -18,7 +18,7 @@ from pagedattn_serve.execution.model_runner import _reported, sampling_rows
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.block_manager import RELEASED, BlockManager, held
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence, TableArray
 
 ROW_ERROR = "logits_processors: as it happens"
@@ -71,6 +71,11 @@ class FakeModel:
 def prompt_logprob(value: int) -> Logprob:
     """What a row with this hash says of the prompt's next token: a number that fp32 holds."""
     return Logprob(float(value % 2**24), 1)
+
+
+def first_visible(manager: BlockManager, sequence: Sequence) -> int:
+    """The first token that the next one to compute sees."""
+    return 0 if manager.window is None else max(0, sequence.num_computed_tokens + 1 - manager.window)
 
 
 class FakeRunner:
@@ -134,8 +139,9 @@ class FakeRunner:
             start = scheduled.sequence.num_computed_tokens
             self.cache.write(table, start, history[start:])
             self._may_fail()
-        for table, history in zip(tables, histories, strict=True):  # after all writes, as in each layer
-            assert self.cache.read(table, len(history)) == history
+        for scheduled, table, history in zip(batch.sequences, tables, histories, strict=True):
+            first = first_visible(self.manager, scheduled.sequence)  # after all writes, as in each layer
+            assert self.cache.read(table, len(history))[first:] == history[first:]
         self._advance_states(batch, histories)
         output = self._sample(batch, histories)
         self._report_prompts(batch, output)
@@ -147,7 +153,8 @@ class FakeRunner:
             self.other_rank.write(*write)
         tables = [list(self.manager.block_table(scheduled.sequence)) for scheduled in batch.sequences]
         for array in (self.manager.table_array, self.other_rank):
-            assert [array.row(row, len(table)) for row, table in enumerate(tables)] == tables
+            rows = [array.row(row, len(table))[table.count(RELEASED) :] for row, table in enumerate(tables)]
+            assert rows == [held(table) for table in tables]
         return tables
 
     def _advance_states(self, batch: ScheduledBatch, histories: list[list[int]]) -> None:

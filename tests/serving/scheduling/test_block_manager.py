@@ -12,12 +12,16 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
-from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.block_manager import RELEASED, BlockManager
 from pagedattn_serve.scheduling.sequence import Sequence, TableArray
 
 
 def make_manager(
-    num_blocks: int, watermark: float = 0.0, num_host_blocks: int = 0, enable_prefix_caching: bool = True
+    num_blocks: int,
+    watermark: float = 0.0,
+    num_host_blocks: int = 0,
+    enable_prefix_caching: bool = True,
+    window: int | None = None,
 ) -> BlockManager:
     cache_config = CacheConfig(
         num_blocks=num_blocks,
@@ -25,6 +29,7 @@ def make_manager(
         watermark=watermark,
         num_host_blocks=num_host_blocks,
         enable_prefix_caching=enable_prefix_caching,
+        window=window,
     )
     return BlockManager(cache_config, TableArray(SchedulerConfig(max_model_len=64), cache_config))
 
@@ -56,6 +61,55 @@ def test_allocate_covers_all_tokens(num_tokens: int, num_blocks: int) -> None:
     assert (manager.num_blocks, manager.num_used_blocks, manager.num_free_blocks) == (4, num_blocks, 4 - num_blocks)
     manager.free(sequence)
     assert manager.num_free_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("window", "num_computed", "num_released"),
+    [(None, 39, 0), (40, 39, 0), (1, 7, 0), (1, 8, 1), (8, 14, 0), (8, 15, 1), (9, 15, 0), (9, 16, 1), (9, 39, 3)],
+)
+def test_blocks_behind_the_window_are_given_back(window: int | None, num_computed: int, num_released: int) -> None:
+    """Those that the next token does not see. Also of a sequence that is forked, swapped out and in, and freed; and a
+    prompt still finds them."""
+    manager = make_manager(6, num_host_blocks=6, window=window)
+    sequence = make_sequence(40)
+    [table] = allocate(manager, sequence)
+    blocks = list(table)
+    manager.publish(sequence, 0, num_computed // 8)
+    sequence.num_computed_tokens = num_computed
+    for _ in range(2):
+        manager.release(sequence)
+        assert table == [RELEASED] * num_released + blocks[num_released:]
+        assert manager.num_free_blocks == 1 + num_released
+    assert manager.num_used_slots() == num_computed - 8 * num_released
+    child = sequence.fork(1)
+    manager.fork(sequence, child)
+    assert manager.num_table_entries == 2 * (5 - num_released)
+    pairs = manager.swap_out([sequence, child])
+    assert pairs is not None and [block for block, _ in pairs] == blocks[num_released:]
+    manager.check_integrity()
+    assert manager.swap_in([sequence, child], keep_watermark=False) is not None
+    assert manager.block_table(sequence) == manager.block_table(child)
+    assert manager.block_table(child).count(RELEASED) == num_released
+    manager.check_integrity()
+    for each in sequence, child:
+        manager.free(each)
+    manager.check_integrity()
+    assert manager.num_used_blocks == manager.num_used_host_blocks == 0
+    again = make_sequence(40)
+    allocate(manager, again)
+    assert again.num_computed_tokens == num_computed // 8 * 8
+
+
+def test_a_long_sequence_holds_its_window() -> None:
+    """Of Mistral 7B's first version, whose layers all see 4096 tokens: 256 of the 2048 blocks of 32k tokens."""
+    cache_config = CacheConfig(num_blocks=2048, window=4096)
+    manager = BlockManager(cache_config, TableArray(SchedulerConfig(max_model_len=2**15), cache_config))
+    sequence = make_sequence(2**15)
+    allocate(manager, sequence)
+    sequence.num_computed_tokens = 2**15 - 1
+    manager.release(sequence)
+    assert manager.num_used_blocks == 256
+    assert manager.num_free_blocks == 2048 - 256
 
 
 def test_watermark_is_rounded_up_and_kept_on_demand() -> None:

@@ -37,6 +37,7 @@ class RandomLoad:
         enable_prefix_caching: bool,
         keeps_states: bool,
         watermark: float,
+        window: int | None,
         stop_rate: float,
         error_rate: float,
         seed: int,
@@ -57,6 +58,7 @@ class RandomLoad:
             enable_prefix_caching=enable_prefix_caching,
             num_state_slots=(max_num_seqs + seed % 5) * keeps_states,
             num_host_state_slots=num_host_blocks // 4 * keeps_states,
+            window=window,
         )
         self.engine = FakeEngine(
             scheduler_config,
@@ -138,6 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.booleans(),
         keeps_states=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
+        window=st.sampled_from([None, 1, 5, 20]),
         stop_rate=st.sampled_from([0.0, 0.05]),
         error_rate=st.sampled_from([0.0, 0.02]),
         seed=st.integers(0, 9999),
@@ -218,6 +221,7 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
         enable_prefix_caching=random.random() < 0.7,
         keeps_states=seed % 4 == 3,
         watermark=random.choice([0.0, 0.01, 0.3]),
+        window=[None, None, 1, 5, 20][(seed + 2) % 5],
         stop_rate=random.choice([0.0, 0.05]),
         error_rate=random.choice([0.0, 0.0, 0.02]),
         seed=seed,
@@ -299,5 +303,6 @@ def test_random_load_meets_everything() -> None:
         "states to_copy",
         "states kept",
         "states found",
+        "gave blocks back",
     ):
         assert num_times[what] > 0, what
