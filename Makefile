@@ -253,6 +253,7 @@ bench: build
 	$(BIN)/python bench/linear.py --quick
 	$(BIN)/python bench/sampling.py --quick
 	$(BIN)/python bench/state.py --quick
+	$(BIN)/python bench/mla.py --quick
 	$(BIN)/python bench/collectives.py --quick
 	$(BIN)/python bench/serving.py --quick
 	$(BIN)/python bench/targets.py
