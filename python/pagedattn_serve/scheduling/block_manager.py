@@ -25,14 +25,11 @@ from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
 from pagedattn_serve.scheduling.sequence import (
     ScheduledBatch,
-    ScheduledSequence,
     Sequence,
     TableArray,
-    TableWrite,
 )
 from pagedattn_serve.scheduling.state_slots import StateSlots
-
-RELEASED = -1  # in a table, in place of each block that was given back; these are the first of the table
+from pagedattn_serve.scheduling.table_rows import RELEASED, TableRows, held
 
 
 class BlockManager:
@@ -502,11 +499,6 @@ def salt_hash(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest() if salt else b""
 
 
-def held(table: list[int]) -> list[int]:
-    """The blocks of a table that were not given back."""
-    return table[table.count(RELEASED) :]
-
-
 def _owners(allocator: BlockAllocator, tables: dict[Sequence, list[int]], groups: list[list[Sequence]]) -> list[int]:
     owners = [-1] * allocator.num_blocks
     num_left = allocator.num_owned_blocks
@@ -525,84 +517,3 @@ def _owners(allocator: BlockAllocator, tables: dict[Sequence, list[int]], groups
         if num_left == 0:
             break
     return owners
-
-
-class TableRows:
-    """Whose table each row of the array is: row i is that of the i-th sequence of the batch.
-
-    A sequence that is left out of a batch keeps its row until another sequence gets the row.
-    """
-
-    def __init__(self, array: TableArray) -> None:
-        self._array = array
-        self.clear()
-
-    def clear(self) -> None:
-        """Take all rows back."""
-        self._sequences: list[Sequence | None] = [None] * self._array.num_rows  # by row
-        self._row_of: dict[Sequence, int] = {}
-        self._writes: list[TableWrite] = []
-
-    def write(self, sequence: Sequence, column: int, blocks: list[int]) -> None:
-        """The table of a sequence has these blocks from this column on. Nothing is written if it has no row."""
-        row = self._row_of.get(sequence)
-        if row is not None:
-            self._array.write(row, column, blocks)
-            self._writes.append((row, column, blocks))
-
-    def take_back(self, sequence: Sequence) -> None:
-        """Let the row of a sequence be nobody's. Nothing happens if it has no row."""
-        row = self._row_of.pop(sequence, None)
-        if row is not None:
-            self._sequences[row] = None
-
-    def place(
-        self, batch: list[ScheduledSequence], num_movable: int, tables: dict[Sequence, list[int]]
-    ) -> list[TableWrite]:
-        """Give each sequence of a batch its row. Returns all writes since the last call, in order.
-
-        The first `num_movable` change their order so that those that have a row among the first keep it: when one of
-        many ends, only one other moves.
-        """
-        batch[:num_movable] = self._in_rows(batch[:num_movable])
-        sequences = [scheduled.sequence for scheduled in batch]
-        if sequences != self._sequences[: len(sequences)]:
-            for row, sequence in enumerate(sequences):
-                if self._sequences[row] is not sequence:
-                    self._give(row, sequence, tables[sequence])
-        writes, self._writes = self._writes, []
-        return writes
-
-    def _give(self, row: int, sequence: Sequence, table: list[int]) -> None:
-        before = self._sequences[row]
-        if before is not None:
-            self.take_back(before)
-        self.take_back(sequence)
-        self._sequences[row] = sequence
-        self._row_of[sequence] = row
-        self.write(sequence, 0, list(table))
-
-    def _in_rows(self, batch: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """Those that have a row in their rows, and the others in what is left."""
-        num_rows, row_of = len(batch), self._row_of
-        in_rows: list[ScheduledSequence | None] = [None] * num_rows
-        others = []
-        for scheduled in batch:
-            row = row_of.get(scheduled.sequence, num_rows)
-            if row < num_rows:
-                in_rows[row] = scheduled
-            else:
-                others.append(scheduled)
-        rest = iter(others)
-        return [next(rest) if scheduled is None else scheduled for scheduled in in_rows]
-
-    def check_integrity(self, tables: dict[Sequence, list[int]]) -> None:
-        """Raise AssertionError unless each row holds the table of its sequence."""
-        rows = {sequence: row for row, sequence in enumerate(self._sequences) if sequence is not None}
-        assert rows == self._row_of, f"rows {rows}, by sequence {self._row_of}"
-        for sequence, row in rows.items():
-            table, found = tables[sequence], self._array.row(row, len(tables[sequence]))
-            begin = table.count(RELEASED)
-            assert found[begin:] == table[begin:], (
-                f"row {row} of {sequence.request_id}: {found}, but its blocks are {table}"
-            )
