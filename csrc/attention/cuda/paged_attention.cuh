@@ -127,10 +127,20 @@ __device__ inline int first_visible(const AttentionArguments& a, int position) {
   return a.attention_chunk == 0 ? of_window : max(of_window, first_of_chunk(a, position));
 }
 
-// Whether a token that is not after the end of the sequence is before the end of a row's right window and chunk.
+// The end of the tokens before `end` that a row sees.
+__device__ inline int visible_end(const AttentionArguments& a, int position, int end) {
+  if (end - 1 - position > a.right_window) end = position + 1 + a.right_window;
+  if (a.attention_chunk != 0) {
+    const int of_chunk = position < 0 ? 0 : a.attention_chunk;
+    const int first = first_of_chunk(a, position);
+    if (end - first > of_chunk) end = first + of_chunk;
+  }
+  return end;
+}
+
+// Whether a token that is not after the end of the sequence is before the end of what a row sees.
 __device__ inline bool is_before_end(const AttentionArguments& a, int position, int token) {
-  if (token - position > a.right_window) return false;
-  return a.attention_chunk == 0 || (position >= 0 && token - first_of_chunk(a, position) < a.attention_chunk);
+  return token < visible_end(a, position, token + 1);
 }
 
 __device__ inline float alibi_distance(int position, int token) { return -fabsf(static_cast<float>(token - position)); }
@@ -172,13 +182,7 @@ __device__ inline bool set_tile(const AttentionArguments& a, int64_t tile, Work&
   work.tile_end = min(work.tile_begin + tile_rows, work.num_packed);
   work.begin = max(0, first_visible(a, row_position(a, work, work.tile_begin)));
   const int last_position = row_position(a, work, work.tile_end - 1);
-  work.end = work.seq_len;
-  if (work.end - 1 - last_position > a.right_window) work.end = last_position + 1 + a.right_window;
-  if (a.attention_chunk != 0) {
-    const int of_chunk = last_position < 0 ? 0 : a.attention_chunk;
-    const int first = first_of_chunk(a, last_position);
-    if (work.end - first > of_chunk) work.end = first + of_chunk;
-  }
+  work.end = visible_end(a, last_position, work.seq_len);
   return true;
 }
 

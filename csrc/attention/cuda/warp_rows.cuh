@@ -161,11 +161,14 @@ class WarpRows {
       }
     }
     if (!sees_all(a, work, token, NUM_TILES * 8)) {
-      for_each(logits, token, [&](float& logit, int i, int key_token) {
-        const bool visible = key_token >= first_visible(a, position_[i]) && is_before_end(a, position_[i], key_token) &&
-                             key_token < work.end;
-        logit = visible ? logit : -INFINITY;
-      });
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // one row after the other, which takes fewer registers
+        const int first = first_visible(a, position_[i]);
+        const int end = visible_end(a, position_[i], work.end);
+        for_each(logits, token, [&](float& logit, int row, int key_token) {
+          if (row == i && (key_token < first || key_token >= end)) logit = -INFINITY;
+        });
+      }
     }
   }
 
