@@ -322,6 +322,7 @@ WRONG_VALUES: dict[str, dict[int, list[float]]] = {
     "end_blocks": {1: [-1, 5, 41, INT32_MIN, INT32_MAX]},
     "seq_lens of consecutive_block_tables": {1: [-1, 5, INT32_MIN, INT32_MAX]},
     "left_padding": {0: [-1, 5, INT32_MIN, INT32_MAX]},
+    "state_indices": {0: [-2, 6, INT32_MIN, INT32_MAX], 1: [3]},
 }
 MAY_BE_INT64 = (
     "seq_lens",
@@ -333,6 +334,7 @@ MAY_BE_INT64 = (
     "first_positions",
 )
 MAY_BE_INT64 += ("batch_indices", "block_start_loc", "last_block_lens", "first_blocks", "end_blocks", "left_padding")
+MAY_BE_INT64 += ("state_indices",)
 HOLDS_ANY_BITS = ("bitmask", "seed", "offset", "out", "num_accepted", "num_emitted")
 
 
