@@ -64,7 +64,8 @@ def test_inductor(door, call, sizes_are):
         assert_same_results(results(compiled, arguments), results(door(call), make_arguments(call, size)))
         num_compilations.append(counter.frame_count)
     settled_after = SETTLED_AFTER[sizes_are]
-    if sizes_are == "marked" and numbers_of(make_arguments(call, SIZES[0])) != numbers_of(make_arguments(call, SIZES[1])):
+    numbers = [numbers_of(make_arguments(call, size)) for size in SIZES]
+    if sizes_are == "marked" and numbers[0] != numbers[1]:
         settled_after = SETTLED_AFTER["found"]  # a number cannot be marked
     assert num_compilations[-1] == num_compilations[settled_after - 1]
 
