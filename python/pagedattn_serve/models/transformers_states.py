@@ -2,23 +2,39 @@
 
 A mixer (Gated DeltaNet, Mamba, a short convolution) asks a cache of transformers for its states, and hands the new
 states back. Here it gets a `MixerCache` in that place. It is called once for all sequences that run a single token, and
-once for each chunk of a prompt.
+once for each chunk of a prompt. Convolutions and recurrences, which transformers has as functions in torch, run on the
+ops.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from pagedattn_ext import causal_conv1d, fla, mamba_ssm
 from pagedattn_serve.models.causal_lm import SequenceRows, StateShape, StepStates
 
 # A module is a mixer if its forward calls one of these methods of a cache, which is one of these arguments.
 WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
+
+
+# What mixers call, by the names of functions in transformers' modules.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": causal_conv1d.causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d.causal_conv1d_update,
+    "torch_chunk_gated_delta_rule": fla.chunk_gated_delta_rule,
+    "torch_recurrent_gated_delta_rule": fla.fused_recurrent_gated_delta_rule,
+    "mamba2_chunk_scan": mamba_ssm.mamba_chunk_scan_combined,
+    "mamba2_selective_state_update": mamba_ssm.selective_state_update,
+    "mamba_selective_scan": mamba_ssm.selective_scan_fn,
+    "mamba_selective_state_update": mamba_ssm.selective_state_update,
+}
 
 
 class StateKey(NamedTuple):
@@ -142,13 +158,37 @@ def _chunk(rows: SequenceRows) -> Call:
     return Call(of_step, slots, rows.is_new, rows.kept_in)
 
 
+def takes_all(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with any other named arguments as well, which it does not get. transformers hands over arguments of
+    several libraries."""
+    names = inspect.signature(function).parameters
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{name: argument for name, argument in kwargs.items() if name in names})
+
+    return call
+
+
+ON_OPS = {name: takes_all(function) for name, function in FUNCTIONS.items()}
+
+
+def forward_on_ops(mixer: nn.Module) -> Callable[..., Any]:
+    """The mixer's forward, with the ops in the place of the functions of its module. The module stays as it is."""
+    forward = inspect.unwrap(type(mixer).forward)
+    scope = {**forward.__globals__, **{name: ON_OPS[name] for name in ON_OPS.keys() & forward.__globals__.keys()}}
+    on_ops = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+    on_ops.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(on_ops, mixer)
+
+
 class MixerForward:
     """The forward of a mixer, in the place of its own. `mixer.pagedattn` says where it is called: in a trial, in a step
     of the engine, or by transformers alone."""
 
     def __init__(self, mixer: Any, cache_argument: str) -> None:
         self._mixer = mixer
-        self._forward = mixer.forward
+        self._alone = mixer.forward
+        self._on_ops = forward_on_ops(mixer)
         self._signature = inspect.signature(mixer.forward)
         self._cache_argument = cache_argument
         self.forgets: bool | None = None  # whether a chunk begins without the state before it; None: not tried yet
@@ -156,7 +196,7 @@ class MixerForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place = self._mixer.pagedattn
         if place.is_alone:
-            return self._forward(*args, **kwargs)
+            return self._alone(*args, **kwargs)
         arguments = self._signature.bind(*args, **kwargs).arguments
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -167,7 +207,7 @@ class MixerForward:
         if place.is_trial:
             with place.within_mixer(self._mixer.layer_idx):
                 arguments[self._cache_argument] = place.mixer_cache
-                return self._forward(hidden, **arguments)
+                return self._alone(hidden, **arguments)
         return self._run(hidden[0], place.states, arguments)
 
     def _run(self, hidden: Tensor, step: StateStep, arguments: dict[str, Any]) -> Any:
@@ -179,7 +219,7 @@ class MixerForward:
             rows = hidden[call.rows]
             of_sequences = {key: state[call.slots] for key, state in states.items()}  # for a chunk, views
             arguments[self._cache_argument] = MixerCache(of_sequences, call.is_new)
-            result = self._forward(rows[None] if call.is_chunk else rows[:, None], **arguments)
+            result = self._on_ops(rows[None] if call.is_chunk else rows[:, None], **arguments)
             mixed = result[0] if isinstance(result, tuple) else result
             if out is None:
                 out = mixed.new_empty(len(hidden), mixed.shape[-1])
@@ -222,7 +262,7 @@ class MixerForward:
             for key, state in states.items()
         }
         cache = MixerCache(copies, is_new=False)
-        result = self._forward(hidden[call.rows][None], **{**arguments, self._cache_argument: cache})
+        result = self._on_ops(hidden[call.rows][None], **{**arguments, self._cache_argument: cache})
         mixed = result[0] if isinstance(result, tuple) else result
         return not bool(mixed.isnan().any())
 

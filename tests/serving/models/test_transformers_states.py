@@ -20,7 +20,7 @@ from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models.linear import PackedLinear
 from pagedattn_serve.models.partition import Partition
 from pagedattn_serve.models.transformers_model import TransformersCausalLM
-from pagedattn_serve.models.transformers_states import MixerForward
+from pagedattn_serve.models.transformers_states import FUNCTIONS, ON_OPS, MixerForward, mixers
 from pagedattn_serve.sampling_params import SamplingParams
 
 __all__ = ["save"]  # the fixture
@@ -66,6 +66,16 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
         1,
     ),
 }
+CONVOLUTION = {"causal_conv1d_fn", "causal_conv1d_update"}
+MAMBA = {"mamba2_chunk_scan", "mamba2_selective_state_update"}
+MAMBA_1 = {"mamba_selective_scan", "mamba_selective_state_update"}
+DELTA_RULE = {"torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"}
+OPS_OF = {  # what of a mixer runs on the ops; all others are Mamba 2
+    **dict.fromkeys(("kimi_linear", "lfm2", "lfm2_moe"), CONVOLUTION),
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), CONVOLUTION | MAMBA_1),
+    **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_next"), CONVOLUTION | DELTA_RULE),
+    "minimax": set(),
+}
 LENGTHS = (1, 17, 9, 33)
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
@@ -81,6 +91,16 @@ def expect_nothing_held(engine: LLMEngine) -> None:
     assert (manager.num_used_blocks, manager.states.num_used_slots) == (0, 0)
 
 
+def names_on_ops(engine: LLMEngine) -> set[str]:
+    """The functions of transformers that the ops have replaced in the engine's mixers."""
+    names: set[str] = set()
+    for mixer in mixers(engine.model_runner.model.model):
+        forward = mixer._on_ops
+        called = FUNCTIONS.keys() & set(forward.__code__.co_names)
+        names |= {name for name in called if forward.__globals__[name] is ON_OPS[name]}
+    return names
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_greedy_equals_hugging_face_under_preemption(save: Save, model_type: str) -> None:
     """In chunks, beside others, in slots that others have left, and computed anew."""
@@ -92,6 +112,7 @@ def test_greedy_equals_hugging_face_under_preemption(save: Save, model_type: str
     engine = LLMEngine(path, **SMALL)
     assert token_ids(run(engine, prompts, GREEDY)) == expected
     assert engine.stats().num_preemptions > 0
+    assert names_on_ops(engine) == OPS_OF.get(model_type, CONVOLUTION | MAMBA)
     is_mamba_1 = model_type in ("falcon_mamba", "jamba", "mamba")  # whose prompts leave no checkpoints
     assert engine.model_runner.model.forgets_states == is_mamba_1
     assert engine.stats().num_state_slots == (3 if is_mamba_1 else 6)  # as many as sequences run, and checkpoints
@@ -150,13 +171,13 @@ def test_decodes_are_one_call_and_each_prompt_is_one(save: Save, monkeypatch: py
     mixer = engine.model_runner.model.model.model.layers[0].linear_attn
     assert isinstance(mixer.forward, MixerForward)
     shapes: list[tuple[int, ...]] = []
-    forward = mixer.forward._forward
+    forward = mixer.forward._on_ops
 
     def count(hidden: Tensor, **arguments: Any) -> Any:
         shapes.append(tuple(hidden.shape[:2]))
         return forward(hidden, **arguments)
 
-    monkeypatch.setattr(mixer.forward, "_forward", count)
+    monkeypatch.setattr(mixer.forward, "_on_ops", count)
     run(engine, prompts_of("calls", (5, 1, 9)), SamplingParams(temperature=0, max_tokens=3))
     assert shapes == [(1, 5), (1, 1), (1, 9), (3, 1), (3, 1)]
 
