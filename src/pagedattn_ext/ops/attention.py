@@ -217,9 +217,9 @@ def paged_attention(
     """
     return _call_ragged(
         "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
-        scale, softcap, causal, kv_cache_dtype, max_seq_len, query_start_loc=query_start_loc,
+        scale, softcap, causal, attention_chunk, kv_cache_dtype, max_seq_len, query_start_loc=query_start_loc,
         alibi_slopes=alibi_slopes, sliding_window=sliding_window, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-        right_window=right_window, attention_chunk=attention_chunk,
+        right_window=right_window,
     )  # fmt: skip
 
 
@@ -251,9 +251,9 @@ def check_paged_attention(
     """
     _call_ragged(
         "check_paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
-        scale, softcap, causal, kv_cache_dtype, max_seq_len, query_start_loc=query_start_loc,
+        scale, softcap, causal, attention_chunk, kv_cache_dtype, max_seq_len, query_start_loc=query_start_loc,
         alibi_slopes=alibi_slopes, sliding_window=sliding_window, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-        right_window=right_window, attention_chunk=attention_chunk,
+        right_window=right_window,
     )  # fmt: skip
 
 
@@ -267,6 +267,7 @@ def _call_ragged(
     scale: float | None,
     softcap: float,
     causal: bool,
+    attention_chunk: int,
     kv_cache_dtype: str,
     max_seq_len: int | None,
     **optional: Any,
@@ -286,7 +287,8 @@ def _call_ragged(
         optional["max_seq_len"] = _bound_of_lengths(op, max_seq_len, num_slots)
     return call(
         op, query, key_cache, value_cache, block_tables, seq_lens,
-        scale=scale, softcap=softcap, causal=causal, kv_cache_dtype=kv_cache_dtype, **given(optional),
+        scale=scale, softcap=softcap, causal=causal, attention_chunk=attention_chunk, kv_cache_dtype=kv_cache_dtype,
+        **given(optional),
     )  # fmt: skip
 
 
