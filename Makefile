@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help build native simt demo serve test test-quick tests-of test-parts test-serving test-rest test-ops \
   test-simt test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-mini-sglang test-peers \
-  test-models test-long \
+  test-models sweep-models test-long \
   test-cuda gpu-wheel gpu-report check-cuda check-cuda-sm80 sanitize sanitize-build sanitize-cpu sanitize-simt \
   mutants bench paper lint format clean
 help:
@@ -183,6 +183,12 @@ test-peers: .venv-peers/ready build
 test-models: build .venv-models/ready
 	PYTHONPATH=tests/real_models .venv-models/bin/python -m pytest -q --disable-warnings --durations=5 \
 	  --confcutdir=tests/real_models tests/real_models
+
+# Every causal language model of transformers, tiny and random, beside `generate`: the table of docs/serving.md. By hand:
+# ten minutes and more.
+SWEEP_PATH := tests:tests/serving:tests/serving/helpers:tests/serving/models
+sweep-models: build
+	PYTHONPATH=$(SWEEP_PATH) $(BIN)/python tests/model_sweep/run.py $(TYPES)
 
 # Hypothesis draws thousands of examples for each property, and nothing is left out: hours, without a limit for each test.
 PYTEST_LONG = env HYPOTHESIS_PROFILE=long $(PYTEST) --long -o timeout=0 -o faulthandler_timeout=0

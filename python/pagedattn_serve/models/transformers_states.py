@@ -15,26 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pagedattn_ext import causal_conv1d, fla, mamba_ssm
+from pagedattn_ext import causal_conv1d, fla, mamba_ssm, ops
 from pagedattn_serve.models.causal_lm import SequenceRows, StateShape, StepStates
 
 # A module is a mixer if its forward calls one of these methods of a cache, which is one of these arguments.
 WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
-
-
-# What mixers call, by the names of functions in transformers' modules.
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": causal_conv1d.causal_conv1d_fn,
-    "causal_conv1d_update": causal_conv1d.causal_conv1d_update,
-    "torch_chunk_gated_delta_rule": fla.chunk_gated_delta_rule,
-    "torch_recurrent_gated_delta_rule": fla.fused_recurrent_gated_delta_rule,
-    "mamba2_chunk_scan": mamba_ssm.mamba_chunk_scan_combined,
-    "mamba2_selective_state_update": mamba_ssm.selective_state_update,
-    "mamba_selective_scan": mamba_ssm.selective_scan_fn,
-    "mamba_selective_state_update": mamba_ssm.selective_state_update,
-}
 
 
 class StateKey(NamedTuple):
@@ -45,14 +32,22 @@ class StateKey(NamedTuple):
     number: int
 
 
+class InSlots(NamedTuple):
+    """The states of some sequences, where they lie. states: [num_slots, *shape]. slots: int64 [num_seqs]; None: all."""
+
+    states: Tensor
+    slots: Tensor | None
+
+
 class MixerCache:
     """The part of transformers' caches that mixers use.
 
-    states: of the sequences that the mixer is called with, by key, [num_seqs, *shape]. They are overwritten.
+    states: of the sequences that the mixer is called with, by key, [num_seqs, *shape], or `InSlots` for functions that
+        are on the ops. They are overwritten.
     is_new: whether the sequences begin, so that what is in their states does not count.
     """
 
-    def __init__(self, states: dict[StateKey, Tensor], is_new: bool) -> None:
+    def __init__(self, states: dict[StateKey, Any], is_new: bool) -> None:
         self._states = states
         self._is_new = is_new
 
@@ -62,13 +57,13 @@ class MixerCache:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | InSlots | None:
         return None if self._is_new else self._states.get(StateKey(layer_idx, CONVOLUTION, state_idx))
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | InSlots | None:
         return None if self._is_new else self._states.get(StateKey(layer_idx, RECURRENT, state_idx))
 
-    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+    def get_linear_cache(self, layer_idx: int) -> Tensor | InSlots | None:
         return self.get_recurrent_state(layer_idx)
 
     def update_conv_state(
@@ -86,7 +81,11 @@ class MixerCache:
         state.copy_(conv_states[..., -state.shape[-1] :])
         return conv_states
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor | InSlots, layer_idx: int, state_idx: int = 0
+    ) -> Tensor | InSlots:
+        if isinstance(recurrent_states, InSlots):
+            return recurrent_states  # an op has written them
         state = self._state_of(StateKey(layer_idx, RECURRENT, state_idx), recurrent_states)
         return state.copy_(recurrent_states)
 
@@ -127,6 +126,11 @@ class Call(NamedTuple):
     def is_chunk(self) -> bool:
         return isinstance(self.rows, slice)
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one token that follows others, of each sequence."""
+        return not isinstance(self.rows, slice) or (self.rows.stop - self.rows.start == 1 and not self.is_new)
+
 
 class StateStep:
     """The states of all layers in one step, and the calls that a mixer runs the step with.
@@ -145,7 +149,8 @@ class StateStep:
                 self.calls.append(_chunk(rows))
         if single:
             device = states.tensors[0].device
-            of_step, slots = torch.tensor([(each.begin, each.slot) for each in single], device=device).unbind(1)
+            of_step = torch.tensor([each.begin for each in single], device=device)
+            slots = torch.tensor([each.slot for each in single], device=device)
             self.calls.append(Call(of_step, slots, is_new=False))
 
     def of_layer(self, layer: int) -> dict[StateKey, Tensor]:
@@ -156,6 +161,36 @@ class StateStep:
 def _chunk(rows: SequenceRows) -> Call:
     of_step, slots = slice(rows.begin, rows.begin + rows.num_rows), slice(rows.slot, rows.slot + 1)
     return Call(of_step, slots, rows.is_new, rows.kept_in)
+
+
+# ---- what mixers call, on the ops -----------------------------------------------------------------------------------
+
+
+def causal_conv1d_update(
+    x: Tensor, conv_state: InSlots, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor:
+    states, slots = conv_state
+    return causal_conv1d.causal_conv1d_update(x, states, weight, bias, activation, conv_state_indices=slots)
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: InSlots, use_qk_l2norm_in_kernel: bool
+) -> tuple[Tensor, InSlots]:
+    """Of one token of each sequence. The states are updated where they lie."""
+    query, key, value, decay, rate = (tensor.flatten(0, 1) for tensor in (q, k, v, g, beta))
+    states, slots = initial_state
+    out = ops.gated_delta_rule(
+        query, key, value, decay, rate, states, use_qk_l2norm=use_qk_l2norm_in_kernel, state_indices=slots
+    )
+    return out.view(v.shape), initial_state
+
+
+def selective_state_update(
+    state: InSlots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+) -> Tensor:  # fmt: skip
+    states, slots = state
+    return mamba_ssm.selective_state_update(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots)
 
 
 def takes_all(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,7 +204,22 @@ def takes_all(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-ON_OPS = {name: takes_all(function) for name, function in FUNCTIONS.items()}
+# By the names of functions in transformers' modules: those that take a chunk, and those that take states in slots.
+OF_CHUNKS = {
+    "causal_conv1d_fn": takes_all(causal_conv1d.causal_conv1d_fn),
+    "torch_chunk_gated_delta_rule": takes_all(fla.chunk_gated_delta_rule),
+    "mamba2_chunk_scan": takes_all(mamba_ssm.mamba_chunk_scan_combined),
+    "mamba_selective_scan": takes_all(mamba_ssm.selective_scan_fn),
+}
+OF_SLOTS = {
+    CONVOLUTION: {"causal_conv1d_update": takes_all(causal_conv1d_update)},
+    RECURRENT: {
+        "torch_recurrent_gated_delta_rule": takes_all(recurrent_gated_delta_rule),
+        "mamba2_selective_state_update": takes_all(selective_state_update),
+        "mamba_selective_state_update": takes_all(selective_state_update),
+    },
+}
+ON_OPS = OF_CHUNKS | OF_SLOTS[CONVOLUTION] | OF_SLOTS[RECURRENT]
 
 
 def forward_on_ops(mixer: nn.Module) -> Callable[..., Any]:
@@ -189,6 +239,8 @@ class MixerForward:
         self._mixer = mixer
         self._alone = mixer.forward
         self._on_ops = forward_on_ops(mixer)
+        called = set(inspect.unwrap(type(mixer).forward).__code__.co_names)
+        self._kinds_in_slots = {kind for kind, functions in OF_SLOTS.items() if called & functions.keys()}
         self._signature = inspect.signature(mixer.forward)
         self._cache_argument = cache_argument
         self.forgets: bool | None = None  # whether a chunk begins without the state before it; None: not tried yet
@@ -217,21 +269,26 @@ class MixerForward:
         result: Any = None
         for call in self._split(step.calls, hidden, states, arguments):
             rows = hidden[call.rows]
-            of_sequences = {key: state[call.slots] for key, state in states.items()}  # for a chunk, views
+            of_sequences = {key: self._of_sequences(key, state, call) for key, state in states.items()}
             arguments[self._cache_argument] = MixerCache(of_sequences, call.is_new)
             result = self._on_ops(rows[None] if call.is_chunk else rows[:, None], **arguments)
             mixed = result[0] if isinstance(result, tuple) else result
             if out is None:
                 out = mixed.new_empty(len(hidden), mixed.shape[-1])
             out[call.rows] = mixed.flatten(0, 1)
-            if not call.is_chunk:
-                for key, state in of_sequences.items():
+            for key, state in of_sequences.items():
+                if isinstance(call.slots, Tensor) and isinstance(state, Tensor):
                     states[key][call.slots] = state
-            if call.kept_in is not None:
-                for key, state in of_sequences.items():
-                    states[key][call.kept_in] = state[0]
+                if call.kept_in is not None:
+                    states[key][call.kept_in] = states[key][call.slots][0]
         assert out is not None
         return (out[None], *[None] * (len(result) - 1)) if isinstance(result, tuple) else out[None]
+
+    def _of_sequences(self, key: StateKey, state: Tensor, call: Call) -> Tensor | InSlots:
+        """Where a mixer finds the states: for a chunk a view, else all slots, or a copy for functions of torch."""
+        if not call.is_single or key.kind not in self._kinds_in_slots:
+            return state[call.slots]
+        return InSlots(state, call.slots) if isinstance(call.slots, Tensor) else InSlots(state[call.slots], None)
 
     def _split(
         self, calls: list[Call], hidden: Tensor, states: dict[StateKey, Tensor], arguments: dict[str, Any]
@@ -257,10 +314,12 @@ class MixerForward:
         That is so for the scan of Mamba 1 in torch, which begins with zeros."""
         if not any(key.kind == RECURRENT for key in states):
             return False
-        copies = {
-            key: torch.full_like(state[call.slots], torch.nan) if key.kind == RECURRENT else state[call.slots].clone()
-            for key, state in states.items()
-        }
+        copies: dict[StateKey, Any] = {}
+        for key, state in states.items():
+            copy = state[call.slots].clone()
+            if key.kind == RECURRENT:
+                copy.fill_(torch.nan)
+            copies[key] = self._of_sequences(key, copy, call._replace(slots=slice(None)))
         cache = MixerCache(copies, is_new=False)
         result = self._on_ops(hidden[call.rows][None], **{**arguments, self._cache_argument: cache})
         mixed = result[0] if isinstance(result, tuple) else result

@@ -20,7 +20,7 @@ from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models.linear import PackedLinear
 from pagedattn_serve.models.partition import Partition
 from pagedattn_serve.models.transformers_model import TransformersCausalLM
-from pagedattn_serve.models.transformers_states import FUNCTIONS, ON_OPS, MixerForward, mixers
+from pagedattn_serve.models.transformers_states import ON_OPS, MixerForward, mixers
 from pagedattn_serve.sampling_params import SamplingParams
 
 __all__ = ["save"]  # the fixture
@@ -96,7 +96,7 @@ def names_on_ops(engine: LLMEngine) -> set[str]:
     names: set[str] = set()
     for mixer in mixers(engine.model_runner.model.model):
         forward = mixer._on_ops
-        called = FUNCTIONS.keys() & set(forward.__code__.co_names)
+        called = ON_OPS.keys() & set(forward.__code__.co_names)
         names |= {name for name in called if forward.__globals__[name] is ON_OPS[name]}
     return names
 
