@@ -57,9 +57,10 @@ struct PackedPairs {
 };
 
 // Grid: num_tokens blocks of num_columns * heads_per_pass threads. A column is PAIRS pairs of a head. The heads of key
-// follow the heads of query.
+// follow the heads of query. At least one block on a multiprocessor: without that number, the compiler spills registers
+// to have more blocks there.
 template <typename T, typename C, int PAIRS, bool IS_NEOX>
-__global__ void __launch_bounds__(MAX_THREADS) rotary_embedding_kernel(RotaryEmbeddingParams p, int heads_per_pass) {
+__global__ void __launch_bounds__(MAX_THREADS, 1) rotary_embedding_kernel(RotaryEmbeddingParams p, int heads_per_pass) {
   const int64_t token = blockIdx.x;
   const int64_t half = p.rot_dim / 2;
   const int num_columns = static_cast<int>(half / PAIRS);
@@ -86,9 +87,10 @@ __global__ void __launch_bounds__(MAX_THREADS) rotary_embedding_kernel(RotaryEmb
     int64_t first_head = head_of_pass;
     load_pairs(first_head);
     // After the first loads, which need not wait for the position.
-    const int64_t first_of_row = p.positions[token] * p.cos_sin_stride + first_pair;
-    const Floats<PAIRS> cos = load_floats<PAIRS>(static_cast<const C*>(p.cos) + first_of_row);
-    const Floats<PAIRS> sin = load_floats<PAIRS>(static_cast<const C*>(p.sin) + first_of_row);
+    const C* cos_row = static_cast<const C*>(p.cos) + p.positions[token] * p.cos_sin_stride;
+    const Floats<PAIRS> cos = load_floats<PAIRS>(cos_row + first_pair);
+    const C* sin_row = static_cast<const C*>(p.sin) + p.positions[token] * p.cos_sin_stride;
+    const Floats<PAIRS> sin = load_floats<PAIRS>(sin_row + first_pair);
     while (first_head < num_heads) {
 #pragma unroll
       for (int h = 0; h < HEADS_PER_THREAD; ++h) {

@@ -117,30 +117,23 @@ __device__ inline int row_position(const AttentionArguments& a, const Work& work
   return work.position + packed / a.group_size;
 }
 
-// As p.first_of_chunk, for attention_chunk that is not 0.
-__device__ inline int first_of_chunk(const AttentionArguments& a, int position) {
-  return position < 0 ? 0 : a.chunk_divisor.divide(position) * a.attention_chunk;
+// The window of a row, without its chunk: the first token, and whether a token that is not after the end of the
+// sequence is before the end.
+__device__ inline int first_of_window(const AttentionArguments& a, int position) {
+  return position >= a.sliding_window ? position - a.sliding_window + 1 : 0;
 }
-
-__device__ inline int first_visible(const AttentionArguments& a, int position) {
-  const int of_window = position >= a.sliding_window ? position - a.sliding_window + 1 : 0;
-  return a.attention_chunk == 0 ? of_window : max(of_window, first_of_chunk(a, position));
-}
-
-// The end of the tokens before `end` that a row sees.
-__device__ inline int visible_end(const AttentionArguments& a, int position, int end) {
-  if (end - 1 - position > a.right_window) end = position + 1 + a.right_window;
-  if (a.attention_chunk != 0) {
-    const int of_chunk = position < 0 ? 0 : a.attention_chunk;
-    const int first = first_of_chunk(a, position);
-    if (end - first > of_chunk) end = first + of_chunk;
-  }
-  return end;
-}
-
-// Whether a token that is not after the end of the sequence is before the end of what a row sees.
 __device__ inline bool is_before_end(const AttentionArguments& a, int position, int token) {
-  return token < visible_end(a, position, token + 1);
+  return token - position <= a.right_window;
+}
+
+// The first token of a row's chunk, for attention_chunk that is not 0. A row before the first token sees nothing: its
+// chunk ends there.
+__device__ inline int first_of_chunk(const AttentionArguments& a, int position) {
+  return position < 0 ? -a.attention_chunk : a.chunk_divisor.divide(position) * a.attention_chunk;
+}
+__device__ inline bool is_in_chunk(const AttentionArguments& a, int first_of_chunk, int token) {
+  return static_cast<unsigned>(token) - static_cast<unsigned>(first_of_chunk) <
+         static_cast<unsigned>(a.attention_chunk);
 }
 
 __device__ inline float alibi_distance(int position, int token) { return -fabsf(static_cast<float>(token - position)); }
@@ -180,9 +173,14 @@ __device__ inline bool set_tile(const AttentionArguments& a, int64_t tile, Work&
   if (tile * tile_rows >= work.num_packed) return false;
   work.tile_begin = static_cast<int>(tile) * tile_rows;
   work.tile_end = min(work.tile_begin + tile_rows, work.num_packed);
-  work.begin = max(0, first_visible(a, row_position(a, work, work.tile_begin)));
+  const int first_position = row_position(a, work, work.tile_begin);
   const int last_position = row_position(a, work, work.tile_end - 1);
-  work.end = visible_end(a, last_position, work.seq_len);
+  work.begin = first_of_window(a, first_position);
+  work.end = is_before_end(a, last_position, work.seq_len - 1) ? work.seq_len : last_position + 1 + a.right_window;
+  if (a.attention_chunk != 0) {
+    work.begin = max(work.begin, first_of_chunk(a, first_position));
+    work.end = min(work.end, first_of_chunk(a, last_position) + a.attention_chunk);
+  }
   return true;
 }
 

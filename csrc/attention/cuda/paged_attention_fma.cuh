@@ -105,7 +105,8 @@ class FmaWarp {
         const float slope = a_.p.alibi_slope(work_.seq, head_of(a_, work_, packed));
         logit = fmaf(slope, alibi_distance(position, token), logit);
       }
-      const bool visible = in_range && is_before_end(a_, position, token) && token >= first_visible(a_, position);
+      const bool visible = in_range && is_before_end(a_, position, token) && token >= first_of_window(a_, position) &&
+                           (a_.attention_chunk == 0 || is_in_chunk(a_, first_of_chunk(a_, position), token));
       add_logit(row, visible ? logit : -INFINITY);
     }
     __syncwarp();

@@ -120,7 +120,7 @@ class WarpRows {
     }
   }
 
-  // Whether no row of this warp sees a token from `token` on. The warp may have no row at all.
+  // Whether no row of this warp sees a token from `token` on, whatever its chunk. The warp may have no row at all.
   __device__ bool is_before(const AttentionArguments& a, const Work& work, int token) const {
     const bool sees = is_before_end(a, position_[0], token) || is_before_end(a, position_[1], token);
     return first_packed_ >= work.tile_end || !__any_sync(ALL_LANES, sees);
@@ -160,24 +160,26 @@ class WarpRows {
         });
       }
     }
-    if (!sees_all(a, work, token, NUM_TILES * 8)) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {  // one row after the other, which takes fewer registers
-        const int first = first_visible(a, position_[i]);
-        const int end = visible_end(a, position_[i], work.end);
-        for_each(logits, token, [&](float& logit, int row, int key_token) {
-          if (row == i && (key_token < first || key_token >= end)) logit = -INFINITY;
-        });
-      }
+    if (!windows_have_all(a, work, token, NUM_TILES * 8)) {
+      for_each(logits, token, [&](float& logit, int i, int key_token) {
+        const bool visible = key_token >= first_of_window(a, position_[i]) &&
+                             is_before_end(a, position_[i], key_token) && key_token < work.end;
+        logit = visible ? logit : -INFINITY;
+      });
+    }
+    if (a.attention_chunk != 0) {
+      for_each(logits, token, [&](float& logit, int i, int key_token) {
+        if (!is_in_chunk(a, first_of_chunk(a, position_[i]), key_token)) logit = -INFINITY;
+      });
     }
   }
 
-  // Whether all rows of the warp see all of the tokens.
-  __device__ bool sees_all(const AttentionArguments& a, const Work& work, int token, int num_tokens) const {
+  // Whether the windows of all rows of the warp have all of the tokens.
+  __device__ bool windows_have_all(const AttentionArguments& a, const Work& work, int token, int num_tokens) const {
     bool all = token + num_tokens <= work.end;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      all = all && first_visible(a, position_[i]) <= token && is_before_end(a, position_[i], token + num_tokens - 1);
+      all = all && first_of_window(a, position_[i]) <= token && is_before_end(a, position_[i], token + num_tokens - 1);
     }
     return __all_sync(ALL_LANES, all);
   }
