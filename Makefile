@@ -9,14 +9,14 @@ JOBS ?= $(shell nproc)
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help build native simt demo serve test test-quick tests-of test-parts test-serving test-rest test-ops \
-  test-simt test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm test-mini-sglang test-peers \
-  test-models sweep-models test-long \
+  test-simt test-server test-clients test-ray test-adopters test-vllm test-transformers-hub test-nano-vllm \
+  test-mini-sglang test-peers test-models sweep-models test-long \
   test-cuda gpu-wheel gpu-report check-cuda check-cuda-sm80 sanitize sanitize-build sanitize-cpu sanitize-simt \
   mutants bench paper lint format clean
 help:
 	@echo "make build | native | demo | serve | test | test-quick | tests-of | test-clients | test-ray | test-adopters |" \
-	  "test-peers | test-models | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda | sanitize | mutants | bench | paper |" \
-	  "lint | format | clean"
+	  "test-peers | test-models | sweep-models | test-long | test-cuda | gpu-wheel | gpu-report | check-cuda |" \
+	  "sanitize | mutants | bench | paper | lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
 # module pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA
