@@ -11,9 +11,11 @@ void concat_and_cache_mla(const ConcatAndCacheMlaParams& p, int64_t begin, int64
     if (slot < 0) continue;
     const int64_t element = slot / p.block_size * p.block_stride + slot % p.block_size * p.token_stride;
     char* target = static_cast<char*>(p.kv_cache) + element * size;
-    __builtin_memcpy(target, static_cast<const char*>(p.kv_c) + token * p.kv_c_stride * size, p.latent_size * size);
-    __builtin_memcpy(target + p.latent_size * size, static_cast<const char*>(p.k_pe) + token * p.k_pe_stride * size,
-                     p.rope_size * size);
+    const char* latent = static_cast<const char*>(p.kv_c) + token * p.kv_c_stride * size;
+    const char* rope = static_cast<const char*>(p.k_pe) + token * p.k_pe_stride * size;
+    // One of the two may be empty, and then its pointer may be null.
+    if (p.latent_size > 0) __builtin_memcpy(target, latent, p.latent_size * size);
+    if (p.rope_size > 0) __builtin_memcpy(target + p.latent_size * size, rope, p.rope_size * size);
   }
 }
 
