@@ -13,12 +13,21 @@ inline Indices check_slots(const Door& door, const Tensor& slot_mapping) {
   return result;
 }
 
-// Values. Negative slots are skipped.
-inline void check_slots_within(const Door& door, const Indices& slots, int64_t num_tokens, int64_t num_slots) {
-  for (int64_t token = 0; token < num_tokens; ++token) {
-    door.check(slots[token] < num_slots, "slot_mapping", "expected slots below ", num_slots, ", got ", slots[token],
-               " at token ", token);
+// Slots within the cache. Negative slots are skipped.
+struct SlotCheck {
+  Door door;
+  HostValues values;  // of slot_mapping
+  bool are_int64;
+  int64_t num_tokens;
+  int64_t num_slots;  // of the cache
+
+  void operator()() const {
+    const Indices slots{values.data, are_int64};
+    for (int64_t token = 0; token < num_tokens; ++token) {
+      door.check(slots[token] < num_slots, "slot_mapping", "expected slots below ", num_slots, ", got ", slots[token],
+                 " at token ", token);
+    }
   }
-}
+};
 
 }  // namespace pagedattn

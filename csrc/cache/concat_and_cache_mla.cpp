@@ -5,19 +5,6 @@
 #include "run.h"
 
 namespace pagedattn {
-namespace {
-
-struct MlaSlotCheck {
-  Door door;
-  HostValues values;  // of slot_mapping
-  bool are_int64;
-  int64_t num_tokens;
-  int64_t num_slots;  // of the cache
-
-  void operator()() const { check_slots_within(door, {values.data, are_int64}, num_tokens, num_slots); }
-};
-
-}  // namespace
 
 void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, Tensor& kv_cache, const Tensor& slot_mapping) {
   const Door door("concat_and_cache_mla", kv_cache);
@@ -51,8 +38,8 @@ void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, Tensor& kv_cac
   params.kv_cache = kv_cache.mutable_data_ptr();
   params.block_stride = kv_cache.stride(0);
   params.token_stride = kv_cache.stride(1);
-  const MlaSlotCheck check{door, door.values(slot_mapping), params.slot_mapping.are_int64, params.num_tokens,
-                           kv_cache.size(0) * params.block_size};
+  const SlotCheck check{door, door.values(slot_mapping), params.slot_mapping.are_int64, params.num_tokens,
+                        kv_cache.size(0) * params.block_size};
   run_rows(door, check, PAGEDATTN_ROW_KERNELS(concat_and_cache_mla), params, params.num_tokens, head_size);
 }
 

@@ -8,25 +8,15 @@
 namespace pagedattn {
 namespace {
 
-struct SlotCheck {
-  Door door;
+struct ScaledSlotCheck : SlotCheck {
   ScaleCheck scales;
-  HostValues values;  // of slot_mapping
-  bool are_int64;
-  int64_t num_tokens;
-  int64_t num_slots;  // of the cache
-
-  void operator()() const { check_slots_within(door, {values.data, are_int64}, num_tokens, num_slots); }
 };
 
-SlotCheck value_check(const Door& door, const PagedCache& cache, const Tensor& slot_mapping, const Indices& slots) {
-  const ScaleCheck scales{door, cache.key_scale, cache.value_scale};
-  return {door,
-          scales,
-          door.values(slot_mapping),
-          slots.are_int64,
-          slot_mapping.size(0),
-          cache.num_blocks * cache.block_size};
+ScaledSlotCheck value_check(const Door& door, const PagedCache& cache, const Tensor& slot_mapping,
+                            const Indices& slots) {
+  const int64_t num_slots = cache.num_blocks * cache.block_size;
+  return {{door, door.values(slot_mapping), slots.are_int64, slot_mapping.size(0), num_slots},
+          {door, cache.key_scale, cache.value_scale}};
 }
 
 void check_rows(const Door& door, const char* argument, const Tensor& rows, int64_t num_tokens,
