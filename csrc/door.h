@@ -252,6 +252,15 @@ class Door {
 
   void contiguous(const char* argument, const Tensor& tensor) const { contiguous_from(argument, tensor, 0); }
 
+  // A number of fp32 for each head; nullptr if the tensor is not given.
+  const float* per_head(const char* argument, const std::optional<Tensor>& tensor, int64_t num_heads) const {
+    if (!tensor.has_value()) return nullptr;
+    dtype(argument, *tensor, ScalarType::Float);
+    shape(argument, *tensor, {num_heads});
+    contiguous(argument, *tensor);
+    return tensor->const_data_ptr<float>();
+  }
+
   // At least one dimension. The last dimension is a row and contiguous. The leading dimensions collapse into rows of
   // one stride.
   RowView rows(const char* argument, const Tensor& tensor) const {

@@ -48,14 +48,26 @@ void load_weights(const CausalConv1dParams& p, Tile<T>& tile) {
   }
 }
 
-// Calls body.operator()<LEN>() for states in which the LEN rows of a channel are adjacent, and channels follow each
-// other: of a constant length, compilers make vector code of the transposition. LEN is 0 for any other states.
-template <typename Body>
-PAGEDATTN_INLINE void dispatch_adjacent_rows(const CausalConv1dParams& p, Body&& body) {
+// Calls body(row, channel, element) for the elements of a tile's state. LEN rows of a channel are adjacent, and
+// channels follow each other: of a constant length, compilers make vector code of a transposition. LEN is 0 for any
+// strides.
+template <int LEN, typename T, typename Body>
+PAGEDATTN_INLINE void for_each_state_of_length(const CausalConv1dParams& p, const Tile<T>& tile, const Body& body) {
+  const int64_t len = LEN > 0 ? LEN : p.state_len;
+  const int64_t channel_stride = LEN > 0 ? LEN : p.state_strides[1];
+  const int64_t row_stride = LEN > 0 ? 1 : p.state_strides[2];
+  for (int64_t c = 0; c < tile.num_channels; ++c) {
+    PAGEDATTN_UNROLL
+    for (int64_t i = 0; i < len; ++i) body(i, c, tile.states[c * channel_stride + i * row_stride]);
+  }
+}
+
+template <typename T, typename Body>
+PAGEDATTN_INLINE void for_each_state(const CausalConv1dParams& p, const Tile<T>& tile, const Body& body) {
   const bool are_adjacent = p.state_strides[2] == 1 && p.state_strides[1] == p.state_len;
-  if (are_adjacent && p.state_len == 4) return body.template operator()<4>();
-  if (are_adjacent && p.state_len == 3) return body.template operator()<3>();
-  body.template operator()<0>();
+  if (are_adjacent && p.state_len == 4) return for_each_state_of_length<4>(p, tile, body);
+  if (are_adjacent && p.state_len == 3) return for_each_state_of_length<3>(p, tile, body);
+  for_each_state_of_length<0>(p, tile, body);
 }
 
 template <typename T>
@@ -67,15 +79,7 @@ void load_history(const CausalConv1dParams& p, bool is_zero, Tile<T>& tile) {
       __builtin_memcpy(tile.history[i], tile.states + i * p.state_strides[2], tile.num_channels * sizeof(T));
     }
   } else {
-    dispatch_adjacent_rows(p, [&]<int LEN>() {
-      const int64_t len = LEN > 0 ? LEN : p.state_len;
-      const int64_t channel_stride = LEN > 0 ? LEN : p.state_strides[1];
-      const int64_t row_stride = LEN > 0 ? 1 : p.state_strides[2];
-      for (int64_t c = 0; c < tile.num_channels; ++c) {
-        PAGEDATTN_UNROLL
-        for (int64_t i = 0; i < len; ++i) tile.history[i][c] = tile.states[c * channel_stride + i * row_stride];
-      }
-    });
+    for_each_state(p, tile, [&](int64_t i, int64_t c, const T& state) { tile.history[i][c] = state; });
   }
 }
 
@@ -93,15 +97,7 @@ void store_state(const CausalConv1dParams& p, const Tile<T>& tile) {
       __builtin_memcpy(tile.states + i * p.state_strides[2], sources[i], tile.num_channels * sizeof(T));
     }
   } else {
-    dispatch_adjacent_rows(p, [&]<int LEN>() {
-      const int64_t len = LEN > 0 ? LEN : p.state_len;
-      const int64_t channel_stride = LEN > 0 ? LEN : p.state_strides[1];
-      const int64_t row_stride = LEN > 0 ? 1 : p.state_strides[2];
-      for (int64_t c = 0; c < tile.num_channels; ++c) {
-        PAGEDATTN_UNROLL
-        for (int64_t i = 0; i < len; ++i) tile.states[c * channel_stride + i * row_stride] = sources[i][c];
-      }
-    });
+    for_each_state(p, tile, [&](int64_t i, int64_t c, T& state) { state = sources[i][c]; });
   }
 }
 

@@ -4,18 +4,6 @@
 #include "state/state_op.h"
 
 namespace pagedattn {
-namespace {
-
-DeltaGate check_gate(const Door& door, const char* argument, const Tensor& gate, const Tensor& value) {
-  const DType dtype = door.float_dtype(argument, gate);
-  door.check_type(gate.scalar_type() == value.scalar_type() || gate.scalar_type() == ScalarType::Float, argument,
-                  "expected dtype ", value.scalar_type(), " or float32, got ", gate.scalar_type());
-  door.shape(argument, gate, {value.size(0), value.size(1)});
-  door.contiguous_from(argument, gate, 1);
-  return {gate.const_data_ptr(), gate.stride(0), dtype};
-}
-
-}  // namespace
 
 void gated_delta_rule(Tensor& out, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& g,
                       const Tensor& beta, Tensor& states, std::optional<double> scale, bool use_qk_l2norm,
@@ -32,9 +20,7 @@ void gated_delta_rule(Tensor& out, const Tensor& query, const Tensor& key, const
   params.value = value.const_data_ptr();
   params.value_stride = value.stride(0);
 
-  door.dtype("key", key, value.scalar_type());
-  door.shape("key", key, {num_tokens, ANY, ANY});
-  door.contiguous_from("key", key, 1);
+  check_rows(door, "key", key, value, std::initializer_list<int64_t>{num_tokens, ANY, ANY});
   params.num_k_heads = key.size(1);
   params.k_dim = key.size(2);
   door.check(params.k_dim >= 1 && params.k_dim <= MAX_DELTA_K_DIM, "key", "expected a head size of 1 to ",
@@ -44,13 +30,11 @@ void gated_delta_rule(Tensor& out, const Tensor& query, const Tensor& key, const
              value.sizes());
   params.key = key.const_data_ptr();
   params.key_stride = key.stride(0);
-  door.dtype("query", query, value.scalar_type());
-  door.shape("query", query, key.sizes());
-  door.contiguous_from("query", query, 1);
+  check_rows(door, "query", query, value, key.sizes());
   params.query = query.const_data_ptr();
   params.query_stride = query.stride(0);
-  params.g = check_gate(door, "g", g, value);
-  params.beta = check_gate(door, "beta", beta, value);
+  params.g = check_head_numbers(door, "g", g, value);
+  params.beta = check_head_numbers(door, "beta", beta, value);
 
   door.dtype("out", out, value.scalar_type());
   door.shape("out", out, value.sizes());

@@ -9,13 +9,6 @@ namespace pagedattn {
 constexpr int64_t MAX_DELTA_K_DIM = 512;
 constexpr float DELTA_NORM_EPSILON = 1e-6f;
 
-// A number for each row and value head.
-struct DeltaGate {
-  const void* data;  // [num_tokens, num_v_heads]
-  int64_t stride;    // elements between rows
-  DType dtype;
-};
-
 struct GatedDeltaRuleParams {
   DType dtype;
   StateSequences sequences;
@@ -29,8 +22,8 @@ struct GatedDeltaRuleParams {
   int64_t key_stride;
   const void* value;  // [num_tokens, num_v_heads, v_dim]
   int64_t value_stride;
-  DeltaGate g;  // logarithms of the decay
-  DeltaGate beta;
+  HeadNumbers g;  // logarithms of the decay
+  HeadNumbers beta;
   float* states;  // [num_slots, num_v_heads, k_dim, v_dim]
   int64_t state_stride;
   float scale;

@@ -39,7 +39,7 @@ PAGEDATTN_INLINE void load_vector(const GatedDeltaRuleParams& p, const T* source
 }
 
 // The numbers of a head for the rows.
-void load_gate(const DeltaGate& gate, const Rows& rows, int64_t head, float* target) {
+void load_gate(const HeadNumbers& gate, const Rows& rows, int64_t head, float* target) {
   dispatch_dtype(gate.dtype, [&]<typename G>() {
     for (int64_t row = 0; row < rows.num_rows; ++row) {
       target[row] = load_first(static_cast<const G*>(gate.data) + (rows.first + row) * gate.stride + head, 1)[0];

@@ -3,6 +3,7 @@
 // through shared memory.
 #include "cuda_vec.cuh"
 #include "state/gated_delta_rule.h"
+#include "state/head_numbers.cuh"
 
 namespace pagedattn::cuda {
 namespace {
@@ -29,13 +30,6 @@ struct Shared {
         parts(key + k_dim),
         squares(parts + NUM_THREADS) {}
 };
-
-__device__ float gate_at(const DeltaGate& gate, int64_t row, int64_t head) {
-  const int64_t i = row * gate.stride + head;
-  if (gate.dtype == DType::FLOAT32) return static_cast<const float*>(gate.data)[i];
-  if (gate.dtype == DType::FLOAT16) return to_float(static_cast<const float16*>(gate.data)[i]);
-  return to_float(static_cast<const bfloat16*>(gate.data)[i]);
-}
 
 // The row's query and key, scaled and normalised. All threads of the block come here.
 template <typename T>
@@ -115,14 +109,14 @@ __global__ void __launch_bounds__(NUM_THREADS) gated_delta_rule_kernel(GatedDelt
   }
   for (int64_t row = first; row < end; ++row) {
     load_query_and_key<T>(p, row, head, shared);
-    const float decay = expf(gate_at(p.g, row, head));
+    const float decay = expf(number_at<T>(p.g, row, head));
     float remembered = 0.0f;
     for (int64_t k = part; k < p.k_dim; k += NUM_PARTS) {
       remembered = fmaf(state[k * NUM_COLUMNS], shared.key[k], remembered);
     }
     remembered = column_sum(remembered, shared);
     const float v = has_column ? to_float(value[row * p.value_stride]) : 0.0f;
-    const float delta = fmaf(remembered, -decay, v) * gate_at(p.beta, row, head);
+    const float delta = fmaf(remembered, -decay, v) * number_at<T>(p.beta, row, head);
     float result = 0.0f;
     for (int64_t k = part; k < p.k_dim; k += NUM_PARTS) {
       state[k * NUM_COLUMNS] = fmaf(state[k * NUM_COLUMNS], decay, delta * shared.key[k]);

@@ -6,23 +6,6 @@
 namespace pagedattn {
 namespace {
 
-const float* check_by_head(const Door& door, const char* argument, const std::optional<Tensor>& tensor,
-                           int64_t num_heads) {
-  if (!tensor.has_value()) return nullptr;
-  door.dtype(argument, *tensor, ScalarType::Float);
-  door.shape(argument, *tensor, {num_heads});
-  door.contiguous(argument, *tensor);
-  return tensor->const_data_ptr<float>();
-}
-
-// Rows [num_tokens, ...] of the input's dtype, contiguous from dimension 1 on.
-void check_rows(const Door& door, const char* argument, const Tensor& tensor, const Tensor& input,
-                IntHeaderOnlyArrayRef sizes) {
-  door.dtype(argument, tensor, input.scalar_type());
-  door.shape(argument, tensor, sizes);
-  door.contiguous_from(argument, tensor, 1);
-}
-
 void set_parameters(const Door& door, const Tensor& a, const std::optional<Tensor>& d,
                     const std::optional<Tensor>& dt_bias, double dt_min, std::optional<double> dt_max,
                     SelectiveScanParams& params) {
@@ -35,8 +18,8 @@ void set_parameters(const Door& door, const Tensor& a, const std::optional<Tenso
   }
   door.contiguous("A", a);
   params.a = a.const_data_ptr<float>();
-  params.d = check_by_head(door, "D", d, params.num_heads);
-  params.dt_bias = check_by_head(door, "dt_bias", dt_bias, params.num_heads);
+  params.d = door.per_head("D", d, params.num_heads);
+  params.dt_bias = door.per_head("dt_bias", dt_bias, params.num_heads);
   params.least_step = door.finite("dt_min", dt_min);
   params.greatest_step = static_cast<float>(dt_max.value_or(std::numeric_limits<double>::infinity()));
   door.check(params.least_step <= params.greatest_step, "dt_max", "expected dt_min (", dt_min, ") or more, got ",
@@ -61,14 +44,7 @@ void selective_scan(Tensor& out, const Tensor& input, const Tensor& dt, const Te
   params.input = input.const_data_ptr();
   params.input_stride = input.stride(0);
 
-  params.dt_dtype = door.float_dtype("dt", dt);
-  door.check_type(dt.scalar_type() == input.scalar_type() || dt.scalar_type() == ScalarType::Float, "dt",
-                  "expected dtype ", input.scalar_type(), " or float32, got ", dt.scalar_type());
-  door.shape("dt", dt, {num_tokens, params.num_heads});
-  door.contiguous_from("dt", dt, 1);
-  params.dt = dt.const_data_ptr();
-  params.dt_stride = dt.stride(0);
-
+  params.dt = check_head_numbers(door, "dt", dt, input);
   check_rows(door, "B", b, input, std::initializer_list<int64_t>{num_tokens, ANY, ANY});
   params.num_groups = b.size(1);
   params.state_size = b.size(2);

@@ -12,7 +12,6 @@ constexpr int64_t SCAN_CHANNELS = 32;  // of an item on the CPU
 // A channel is one of the num_heads * head_dim channels of a row; its state is state_size numbers.
 struct SelectiveScanParams {
   DType dtype;
-  DType dt_dtype;
   StateSequences sequences;
   int64_t num_heads;
   int64_t head_dim;
@@ -20,8 +19,7 @@ struct SelectiveScanParams {
   int64_t state_size;
   const void* input;  // [num_tokens, num_heads, head_dim]
   int64_t input_stride;
-  const void* dt;  // [num_tokens, num_heads]
-  int64_t dt_stride;
+  HeadNumbers dt;
   const float* a;      // [num_heads], or [num_heads, state_size]
   bool a_is_by_state;  // the second
   const void* b;       // [num_tokens, num_groups, state_size]

@@ -75,8 +75,8 @@ void load_rows(const SelectiveScanParams& p, int64_t group, Rows& rows) {
 // The step of each channel at a row, and what follows from it.
 template <typename T>
 void load_steps(const SelectiveScanParams& p, int64_t row, Channels& channels) {
-  dispatch_dtype(p.dt_dtype, [&]<typename DT>() {
-    const DT* dt = static_cast<const DT*>(p.dt) + row * p.dt_stride;
+  dispatch_dtype(p.dt.dtype, [&]<typename DT>() {
+    const DT* dt = static_cast<const DT*>(p.dt.data) + row * p.dt.stride;
     int64_t head = -1;
     float of_head = 0.0f;
     for (int64_t i = 0; i < channels.num; ++i) {

@@ -1,5 +1,6 @@
 // A warp has one channel of one sequence, its state in registers, and goes through the sequence's rows.
 #include "cuda_vec.cuh"
+#include "state/head_numbers.cuh"
 #include "state/selective_scan.h"
 
 namespace pagedattn::cuda {
@@ -13,9 +14,7 @@ __device__ float softplus(float x) { return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(
 
 template <typename T>
 __device__ float step_at(const SelectiveScanParams& p, int64_t row, int64_t head) {
-  const int64_t i = row * p.dt_stride + head;
-  float step =
-      p.dt_dtype == DType::FLOAT32 ? static_cast<const float*>(p.dt)[i] : to_float(static_cast<const T*>(p.dt)[i]);
+  float step = number_at<T>(p.dt, row, head);
   if (p.dt_bias != nullptr) step += p.dt_bias[head];
   if (p.dt_softplus) step = softplus(step);
   return step < p.least_step ? p.least_step : step > p.greatest_step ? p.greatest_step : step;  // NaN stays NaN

@@ -1,4 +1,5 @@
-// The sequences of a call of a state op: which rows each has, and in which slot its state lies.
+// The sequences of a call of a state op: which rows each has, and in which slot its state lies. And numbers that each
+// row has for each head.
 #pragma once
 
 #include "types.h"
@@ -17,6 +18,12 @@ struct StateSequences {
   constexpr int64_t slot(int64_t seq) const { return state_indices.is_given() ? state_indices[seq] : seq; }
   // Whether the state before the sequence's rows is zeros.
   constexpr bool begins(int64_t seq) const { return has_initial_state != nullptr && !has_initial_state[seq]; }
+};
+
+struct HeadNumbers {
+  const void* data;  // [num_tokens, num_heads], of fp32 or of the rows' dtype
+  int64_t stride;    // elements between rows
+  DType dtype;
 };
 
 }  // namespace pagedattn

@@ -7,6 +7,25 @@
 
 namespace pagedattn {
 
+// Rows [num_tokens, ...] of the dtype of `like`, contiguous from dimension 1 on.
+inline void check_rows(const Door& door, const char* argument, const Tensor& tensor, const Tensor& like,
+                       IntHeaderOnlyArrayRef sizes) {
+  door.dtype(argument, tensor, like.scalar_type());
+  door.shape(argument, tensor, sizes);
+  door.contiguous_from(argument, tensor, 1);
+}
+
+// A number for each row and head of `rows`, [num_tokens, num_heads, ...].
+inline HeadNumbers check_head_numbers(const Door& door, const char* argument, const Tensor& numbers,
+                                      const Tensor& rows) {
+  const DType dtype = door.float_dtype(argument, numbers);
+  door.check_type(numbers.scalar_type() == rows.scalar_type() || numbers.scalar_type() == ScalarType::Float, argument,
+                  "expected dtype ", rows.scalar_type(), " or float32, got ", numbers.scalar_type());
+  door.shape(argument, numbers, {rows.size(0), rows.size(1)});
+  door.contiguous_from(argument, numbers, 1);
+  return {numbers.const_data_ptr(), numbers.stride(0), dtype};
+}
+
 // The arguments that say which rows and which slot a sequence has.
 struct SequenceArguments {
   const std::optional<Tensor>& query_start_loc;
