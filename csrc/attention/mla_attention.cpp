@@ -1,43 +1,11 @@
 #include "attention/mla_attention.h"
 
-#include <memory>
-#include <utility>
-
 #include "attention/attention_op.h"
 #include "ops.h"
 #include "run.h"
 
 namespace pagedattn {
 namespace {
-
-struct MlaCheck {
-  Door door;
-  HostValues block_tables;
-  HostValues values;  // of seq_lens; with these, all others are given
-  HostValues query_start_loc;
-  MlaAttentionParams params;  // its index tensors are those above
-  int64_t num_blocks;         // of the cache
-  int64_t max_blocks_per_seq;
-
-  void operator()() const {
-    if (query_start_loc.are_given) {
-      check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens,
-                      "query rows");
-    }
-    const int64_t num_slots = std::min<int64_t>(max_blocks_per_seq * params.block_size, INT32_MAX);
-    for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
-      const int64_t seq_len = params.seq_lens[seq];
-      door.check(seq_len >= 0 && seq_len <= num_slots, "seq_lens", "expected 0 to ", num_slots,
-                 " (the slots of a row of block_tables), got ", seq_len, " at sequence ", seq);
-      if (params.row_begin(seq) == params.row_end(seq)) continue;
-      const Indices table = params.block_tables.from(seq * params.block_table_stride);
-      for (int64_t i = 0; i * params.block_size < seq_len; ++i) {
-        door.check(table[i] >= 0 && table[i] < num_blocks, "block_tables", "expected blocks of 0 to ", num_blocks - 1,
-                   ", got ", table[i], " at sequence ", seq, ", entry ", i);
-      }
-    }
-  }
-};
 
 MlaQueryStrides query_strides(const Door& door, const char* argument, const Tensor& query) {
   door.contiguous_from(argument, query, 2);
@@ -137,23 +105,12 @@ MlaPlan plan_mla(const MlaAttentionParams& params, int64_t num_threads) {
 
 void attend_on_cpu(const MlaAttentionParams& params) {
   const MlaPlan plan = plan_mla(params, torch::stable::get_num_threads());
-  const auto num_items = static_cast<int64_t>(plan.items.size());
-  if (num_items == 0) return;
-  const int64_t num_workers = num_workers_for(plan.multiply_adds, num_items);
-  const auto partials = std::make_unique_for_overwrite<float[]>(plan.partial_floats);
-  const int64_t scratch_lines = (MlaScratch(params).size + 15) / 16;
-  const auto scratch = std::make_unique_for_overwrite<CacheLine[]>(num_workers * scratch_lines);
-  const auto scratch_of = [&](int64_t worker) { return scratch[worker * scratch_lines].floats; };
-
   const auto attend = PAGEDATTN_CPU_KERNEL(mla_attend);
-  parallel_for_items(num_items, num_workers, [&](int64_t i, int64_t worker) {
-    attend(params, plan.items[i], scratch_of(worker), partials.get());
-  });
   const auto merge = PAGEDATTN_CPU_KERNEL(mla_merge);
-  const auto num_merges = static_cast<int64_t>(plan.merges.size());
-  parallel_for_items(num_merges, std::min(num_merges, num_workers), [&](int64_t i, int64_t worker) {
-    merge(params, plan.merges[i], partials.get(), scratch_of(worker));
-  });
+  run_plan(
+      plan, MlaScratch(params).size,
+      [&](int64_t i, int64_t, float* scratch, float* partials) { attend(params, plan.items[i], scratch, partials); },
+      [&](int64_t i, float* scratch, const float* partials) { merge(params, plan.merges[i], partials, scratch); });
 }
 
 }  // namespace
@@ -168,28 +125,8 @@ std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_p
   params.is_causal = causal;
   params.seq_lens = check_indices(door, "seq_lens", seq_lens, ANY);
   params.num_seqs = seq_lens.size(0);
-  params.block_tables = door.indices("block_tables", block_tables);
-  door.present("block_tables", block_tables);
-  door.shape("block_tables", block_tables, {params.num_seqs, ANY});
-  door.contiguous_from("block_tables", block_tables, 1);
-  params.block_table_stride = block_tables.stride(0);
-  if (query_start_loc.has_value()) {
-    params.query_start_loc = check_indices(door, "query_start_loc", *query_start_loc, params.num_seqs + 1);
-  } else {
-    door.check(params.num_tokens == params.num_seqs, "q_nope", "expected one row for each of the ", params.num_seqs,
-               " sequences (no query_start_loc is given), got ", params.num_tokens);
-  }
-  MlaCheck check{door,
-                 door.values(block_tables),
-                 door.values(seq_lens),
-                 query_start_loc.has_value() ? door.values(*query_start_loc) : HostValues{},
-                 params,
-                 kv_c_cache.size(0),
-                 block_tables.size(1)};
-  check.params.block_tables.data = check.block_tables.data;
-  if (check.block_tables.fetched.has_value()) check.params.block_table_stride = check.block_tables.fetched->stride(0);
-  check.params.seq_lens.data = check.values.data;
-  check.params.query_start_loc.data = check.query_start_loc.data;
+  set_tables_and_rows(door, "q_nope", block_tables, query_start_loc, params);
+  const auto check = block_check(door, params, block_tables, seq_lens, query_start_loc, kv_c_cache.size(0));
 
   const int64_t sizes[] = {params.num_tokens, params.num_heads, params.latent_size};
   Tensor out = torch::stable::new_empty(q_nope, {sizes, 3});

@@ -50,6 +50,9 @@ struct MlaAttentionParams {
   constexpr int64_t row_begin(int64_t seq) const { return query_start_loc.is_given() ? query_start_loc.low(seq) : seq; }
   constexpr int64_t row_end(int64_t seq) const { return row_begin(seq + 1); }
   constexpr int64_t seq_len(int64_t seq) const { return seq_lens.low(seq); }
+  constexpr Indices block_table(int64_t seq) const { return block_tables.from(seq * block_table_stride); }
+  // The first token that some row of the sequence sees.
+  constexpr int64_t first_seen(int64_t) const { return 0; }
   // The end of the tokens that a row sees; not above 0 if the row sees nothing. The rows are the last tokens of their
   // sequence.
   constexpr int64_t visible_end(int64_t seq, int64_t row) const {

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(NUM_THREADS) mla_attention_kernel(MlaAttention
   const int64_t head = first_head + warp;
   const int64_t seq = sequence_of(p, row);
   const int64_t end = p.visible_end(seq, row);
-  const Indices table = p.block_tables.from(seq * p.block_table_stride);
+  const Indices table = p.block_table(seq);
 
   float* const queries = reinterpret_cast<float*>(shared_memory);  // [HEADS, head_size]
   float* const keys = queries + HEADS * head_size;                 // [TILE_TOKENS, head_size]

@@ -1,6 +1,5 @@
 #include "attention/paged_attention.h"
 
-#include <memory>
 #include <utility>
 
 #include "attention/attention_op.h"
@@ -15,20 +14,11 @@ namespace {
 // Where max_seq_len is not given, only a row of block_tables bounds the length of a sequence.
 constexpr int64_t NO_MAX_SEQ_LEN = INT64_MAX;
 
-const float* check_per_head(const Door& door, const char* argument, const std::optional<Tensor>& tensor,
-                            int64_t num_heads) {
-  if (!tensor.has_value()) return nullptr;
-  door.dtype(argument, *tensor, ScalarType::Float);
-  door.shape(argument, *tensor, {num_heads});
-  door.contiguous(argument, *tensor);
-  return tensor->const_data_ptr<float>();
-}
-
 // num_seqs and num_heads are set.
 void set_alibi_slopes(const Door& door, const std::optional<Tensor>& slopes, PagedAttentionParams& params) {
   const bool by_sequence = slopes.has_value() && slopes->dim() == 2;
   if (!by_sequence) {
-    params.alibi_slopes = check_per_head(door, "alibi_slopes", slopes, params.num_heads);
+    params.alibi_slopes = door.per_head("alibi_slopes", slopes, params.num_heads);
     return;
   }
   door.dtype("alibi_slopes", *slopes, ScalarType::Float);
@@ -66,23 +56,6 @@ float check_softcap(const Door& door, double softcap) {
   return result;
 }
 
-// Checks that every length is within the table, and that every block that a row sees is within the cache.
-void check_blocks(const Door& door, const PagedAttentionParams& p, int64_t num_blocks, int64_t max_blocks_per_seq) {
-  const int64_t num_slots = std::min<int64_t>(max_blocks_per_seq * p.block_size, INT32_MAX);
-  for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
-    const int64_t seq_len = p.seq_lens[seq];
-    door.check(seq_len >= 0 && seq_len <= num_slots, "seq_lens", "expected 0 to ", num_slots,
-               " (the slots of a row of block_tables), got ", seq_len, " at sequence ", seq);
-    if (p.row_begin(seq) == p.row_end(seq)) continue;
-    const Indices table = p.block_table(seq);
-    const int64_t end = (seq_len + p.block_size - 1) / p.block_size;
-    for (int64_t i = p.first_visible(p.position(seq, p.row_begin(seq))) / p.block_size; i < end; ++i) {
-      door.check(table[i] >= 0 && table[i] < num_blocks, "block_tables", "expected blocks of 0 to ", num_blocks - 1,
-                 ", got ", table[i], " at sequence ", seq, ", entry ", i);
-    }
-  }
-}
-
 void check_max_seq_len(const Door& door, const PagedAttentionParams& p, int64_t max_seq_len) {
   for (int64_t seq = 0; seq < p.num_seqs; ++seq) {
     door.check(p.seq_len(seq) <= max_seq_len, "max_seq_len", "expected at least ", p.seq_len(seq),
@@ -91,23 +64,12 @@ void check_max_seq_len(const Door& door, const PagedAttentionParams& p, int64_t 
 }
 
 // Of attention over a cache.
-struct PagedCheck {
-  Door door;
+struct PagedCheck : BlockCheck<PagedAttentionParams> {
   ScaleCheck scales;
-  HostValues block_tables;
-  HostValues values;  // of seq_lens; with these, all others are given
-  HostValues query_start_loc;
-  PagedAttentionParams params;  // its index tensors are those above
-  int64_t num_blocks;           // of the cache
-  int64_t max_blocks_per_seq;
   int64_t max_seq_len;
 
   void operator()() const {
-    if (query_start_loc.are_given) {
-      check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens,
-                      "query rows");
-    }
-    check_blocks(door, params, num_blocks, max_blocks_per_seq);
+    BlockCheck::operator()();
     check_max_seq_len(door, params, max_seq_len);
   }
 };
@@ -186,54 +148,25 @@ Checked<PagedCheck> check_attention(const Door& door, const Tensor& query, const
   params.seq_lens = check_indices(door, "seq_lens", seq_lens, ANY);
   params.num_seqs = seq_lens.size(0);
   set_alibi_slopes(door, alibi_slopes, params);
-  params.block_tables = door.indices("block_tables", block_tables);
-  door.present("block_tables", block_tables);
-  door.shape("block_tables", block_tables, {params.num_seqs, ANY});
-  door.contiguous_from("block_tables", block_tables, 1);
-  params.block_table_stride = block_tables.stride(0);
+  set_tables_and_rows(door, "query", block_tables, query_start_loc, params);
   params.max_seq_len = std::min(max_seq_len, block_tables.size(1) * params.block_size);
-  if (query_start_loc.has_value()) {
-    params.query_start_loc = check_indices(door, "query_start_loc", *query_start_loc, params.num_seqs + 1);
-  } else {
-    door.check(params.num_tokens == params.num_seqs, "query", "expected one row for each of the ", params.num_seqs,
-               " sequences (no query_start_loc is given), got ", params.num_tokens);
-  }
-
-  PagedCheck check{door,
-                   {door, cache.key_scale, cache.value_scale},
-                   door.values(block_tables),
-                   door.values(seq_lens),
-                   query_start_loc.has_value() ? door.values(*query_start_loc) : HostValues{},
-                   params,
-                   cache.num_blocks,
-                   block_tables.size(1),
-                   max_seq_len};
-  check.params.block_tables.data = check.block_tables.data;
-  if (check.block_tables.fetched.has_value()) check.params.block_table_stride = check.block_tables.fetched->stride(0);
-  check.params.seq_lens.data = check.values.data;
-  check.params.query_start_loc.data = check.query_start_loc.data;
-  return {params, std::move(check)};
+  return {params,
+          {block_check(door, params, block_tables, seq_lens, query_start_loc, cache.num_blocks),
+           {door, cache.key_scale, cache.value_scale},
+           max_seq_len}};
 }
 
 void attend_on_cpu(const PagedAttentionParams& params) {
   const AttentionPlan plan = plan_attention(params, torch::stable::get_num_threads());
   const auto num_items = static_cast<int64_t>(plan.items.size());
-  if (num_items == 0) return;
-  const int64_t num_workers = num_workers_for(plan.multiply_adds, num_items);
-  const auto partials = std::make_unique_for_overwrite<float[]>(plan.partial_floats);
-  const int64_t scratch_lines = (plan.scratch_floats + 15) / 16;
-  const auto scratch = std::make_unique_for_overwrite<CacheLine[]>(num_workers * scratch_lines);
-  const auto scratch_of = [&](int64_t worker) { return scratch[worker * scratch_lines].floats; };
-
-  parallel_for_items(num_items, num_workers, [&](int64_t i, int64_t worker) {
-    // As a rule, the workers take turns, and this is the worker's next item.
-    const AttentionItem* next_item = i + num_workers < num_items ? &plan.items[i + num_workers] : nullptr;
-    plan.attend(params, plan.rows.data(), plan.items[i], next_item, scratch_of(worker), partials.get());
-  });
-  const auto num_merges = static_cast<int64_t>(plan.merges.size());
-  parallel_for_items(num_merges, std::min(num_merges, num_workers), [&](int64_t i, int64_t worker) {
-    plan.merge(params, plan.merges[i], partials.get(), scratch_of(worker));
-  });
+  run_plan(
+      plan, plan.scratch_floats,
+      [&](int64_t i, int64_t num_workers, float* scratch, float* partials) {
+        // As a rule, the workers take turns, and this is the worker's next item.
+        const AttentionItem* next_item = i + num_workers < num_items ? &plan.items[i + num_workers] : nullptr;
+        plan.attend(params, plan.rows.data(), plan.items[i], next_item, scratch, partials);
+      },
+      [&](int64_t i, float* scratch, const float* partials) { plan.merge(params, plan.merges[i], partials, scratch); });
 }
 
 template <typename Check>
@@ -320,7 +253,7 @@ Checked<PagedCheck> check_ragged(const Door& door, const Tensor& query, const Te
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
                       max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, windows, kv_cache_dtype, k_scale, v_scale);
   checked.params.softcap = float_softcap;
-  checked.params.sinks = check_per_head(door, "sinks", sinks, checked.params.num_heads);
+  checked.params.sinks = door.per_head("sinks", sinks, checked.params.num_heads);
   return checked;
 }
 
@@ -420,7 +353,7 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
   params.dtype = params.cache_dtype = door.float_dtype("query", query);
   set_keys_and_values(door, key, value, query.scalar_type(), params);
   set_query(door, query, params);
-  params.sinks = check_per_head(door, "sinks", sinks, params.num_heads);
+  params.sinks = door.per_head("sinks", sinks, params.num_heads);
 
   params.query_start_loc = check_indices(door, "query_start_loc", query_start_loc, ANY);
   params.num_seqs = query_start_loc.size(0) - 1;

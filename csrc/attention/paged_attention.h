@@ -70,6 +70,8 @@ struct PagedAttentionParams {
     const int64_t of_chunk = first_of_chunk(position);
     return of_window > of_chunk ? of_window : of_chunk;
   }
+  // The first token that some row of the sequence sees.
+  constexpr int64_t first_seen(int64_t seq) const { return first_visible(position(seq, row_begin(seq))); }
   // The end of the tokens that the window and the chunk of a row leave. The sequence may end before.
   constexpr int64_t end_of_window(int64_t position) const {
     const int64_t of_window = position + 1 + right_window;

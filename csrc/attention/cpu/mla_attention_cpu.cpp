@@ -87,7 +87,7 @@ struct MlaTile {
     token = first_token;
     count = end - token < MLA_TILE_TOKENS ? end - token : MLA_TILE_TOKENS;
     if (count <= 0) return;
-    const Indices table = p.block_tables.from(seq * p.block_table_stride);
+    const Indices table = p.block_table(seq);
     int64_t t = 0;
     for (; t < count; ++t) {
       const int64_t block = table[(token + t) / p.block_size], slot = (token + t) % p.block_size;
