@@ -296,11 +296,10 @@ def test_nothing_to_do(device, op):
         assert_same_bits(after.cpu(), arguments[states_name(arguments)])
 
 
+@pytest.mark.devices("cpu")
 @pytest.mark.parametrize("op", MAKE)
 @pytest.mark.usefixtures("several_threads")
 def test_threads_change_no_bit(device, op):
-    if runs_cuda_kernels(device):
-        pytest.skip("of the CPU kernels")
     sizes = {"causal_conv1d": (4096, 4, 3), "gated_delta_rule": (4, 8, 64, 64), "selective_scan": (16, 64, 1, 64)}[op]
     arguments = make_call(op, sizes, torch.float32) | sequences()
     several = run(op, arguments, device)
