@@ -259,9 +259,9 @@ def head_size_of(file: GgufFile, hidden_size: int, heads: int) -> int:
     name = file.architecture
     turned = file.get(f"{name}.rope.dimension_count", int, None)
     size = file.get(f"{name}.attention.key_length", int, turned or hidden_size // heads)
-    for key, other in (("attention.value_length", file.get(f"{name}.attention.value_length", int, size)),):
-        if other != size:
-            raise ArgumentError(f"{name}.{key}", f"{size}, the size of a key, in {file.path}", other)
+    if (value_size := file.get(f"{name}.attention.value_length", int, size)) != size:
+        expected = f"{size}, the size of a key, in {file.path}"
+        raise ArgumentError(f"{name}.attention.value_length", expected, value_size)
     if turned not in (None, size):
         raise ArgumentError(f"{name}.rope.dimension_count", f"{size}, all of a head, in {file.path}", turned)
     return size

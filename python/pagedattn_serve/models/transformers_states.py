@@ -139,7 +139,9 @@ class StateStep:
     """
 
     def __init__(self, keys: Sequence[StateKey], states: StepStates) -> None:
-        self._tensors = dict(zip(keys, states.tensors, strict=True))
+        self._of_layers: dict[int, dict[StateKey, Tensor]] = {}
+        for key, tensor in zip(keys, states.tensors, strict=True):
+            self._of_layers.setdefault(key.layer, {})[key] = tensor
         single: list[SequenceRows] = []
         self.calls: list[Call] = []
         for rows in states.rows:  # one row that follows others of its sequence comes after them: it is among the last
@@ -155,7 +157,7 @@ class StateStep:
 
     def of_layer(self, layer: int) -> dict[StateKey, Tensor]:
         """The states of a layer, [num_slots, *shape]."""
-        return {key: tensor for key, tensor in self._tensors.items() if key.layer == layer}
+        return self._of_layers[layer]
 
 
 def _chunk(rows: SequenceRows) -> Call:
