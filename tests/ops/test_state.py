@@ -15,7 +15,7 @@ from checks import (
     with_row_gap,
 )
 from op_calls import make_arguments
-from op_table import OPS, runs_cuda_kernels
+from op_table import OPS
 from torch import Tensor
 
 Arguments = dict[str, Any]
