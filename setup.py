@@ -1,8 +1,9 @@
 """Runs CMake and puts pagedattn_ext/_C where setuptools wants it. Everything else is in pyproject.toml; the sources are
 listed in CMakeLists.txt.
 
-Environment: CMAKE_ARGS (more arguments for cmake, e.g. -DPAGEDATTN_CUDA=OFF), MAX_JOBS (parallel compilations). What
-CMAKE_ARGS does not say is as in a new build directory, not as it was in the last build.
+Environment: CMAKE_ARGS (more arguments for cmake, e.g. -DPAGEDATTN_CUDA=OFF), MAX_JOBS (parallel compilations),
+_PYTHON_HOST_PLATFORM (Python's own: the platform to build for, e.g. linux-aarch64, which has a build directory of its
+own). What CMAKE_ARGS does not say is as in a new build directory, not as it was in the last build.
 """
 
 import importlib.util
@@ -35,18 +36,22 @@ class CMakeBuild(build_ext):
                 "pagedattn_ext: building needs torch (2.10 or later), which is not installed in this environment.\n"
                 "Install torch first, then build against it: pip install --no-build-isolation ."
             )
-        build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+        platform = os.environ.get("_PYTHON_HOST_PLATFORM")
+        build_dir = ROOT / "build" / f"cmake-{platform or sys.implementation.cache_tag}"
         in_place = self.inplace or getattr(self, "editable_mode", False)
         prefix = ROOT / "src" if in_place else Path(self.build_lib).resolve()
         cmake = find_tool("cmake")
         configure = [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
         configure += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
         configure += ["-DPAGEDATTN_CPU_CAPABILITIES=all", "-DPAGEDATTN_CUDA=AUTO"]
+        configure += ["-DPAGEDATTN_CUDA_DRAFT_TWINS=OFF"]
         configure += os.environ.get("CMAKE_ARGS", "").split()
         jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
         subprocess.run(configure, check=True)
         subprocess.run([cmake, "--build", str(build_dir), *jobs], check=True)
         subprocess.run([cmake, "--install", str(build_dir), "--prefix", str(prefix)], check=True)
+        for older in prefix.glob("pagedattn_ext/_C.cpython-*.so"):  # of one Python alone, which would import it first
+            older.unlink()
 
     def get_outputs(self) -> list[str]:
         return []
@@ -55,4 +60,8 @@ class CMakeBuild(build_ext):
         return {}
 
 
-setup(ext_modules=[Extension("pagedattn_ext._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    ext_modules=[Extension("pagedattn_ext._C", sources=[], py_limited_api=True)],
+    cmdclass={"build_ext": CMakeBuild},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+)

@@ -211,12 +211,14 @@ def ops_of(call: Call) -> Call:
     calls = []
 
     class Recorder:
-        def __getattr__(self, name: str) -> Call:
+        def __getattr__(self, name: str) -> Any:
+            op = getattr(torch.ops.pagedattn_ext, name).default
+
             def record(*args: Any, **kwargs: Any) -> Any:
-                op = getattr(torch.ops.pagedattn_ext, name)
                 calls.append(partial(op, *args, **kwargs))
                 return op(*args, **kwargs)
 
+            record.default = record  # type: ignore[attr-defined]
             return record
 
     _call.raw_ops = Recorder()

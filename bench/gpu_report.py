@@ -11,8 +11,8 @@ done. FILE is one archive (.tar.gz) of DIR, written anew every few seconds, for 
 back. With --budget no command begins with less than half of its time left, and all commands end within the budget. The
 report names what was left out. The last lines on stdout are a summary that fits in 10,000 characters.
 
-With --wheel the extension comes from a wheel that `make gpu-wheel` has built. Without it, the extension for this Python
-is taken from src/pagedattn_ext, and built there first if it is missing, which takes minutes.
+With --wheel the extension comes from a wheel that `make wheel CUDA=1` has built. Without it, the extension is
+taken from src/pagedattn_ext, and built there first if it is missing, which takes minutes.
 
 If the smoke tests find a mechanism broken (wgmma, clusters, bulk copies, programmatic dependent launch), the report
 names it, and PAGEDATTN_CUDA_WITHOUT leaves it out of what comes after. The report ends early only if no smoke test

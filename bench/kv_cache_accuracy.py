@@ -14,7 +14,7 @@ import accuracy
 import torch
 
 from pagedattn_serve import LLM, calibrate_kv_scales
-from pagedattn_serve.execution.engine_setup import block_bytes_of, choose_device
+from pagedattn_serve.execution.engine_setup import choose_device, token_bytes_of
 
 ROWS = [
     ("auto", "-"),
@@ -45,7 +45,7 @@ def main() -> None:
         if name == "calibrated":
             scales = calibrate_kv_scales(args.model, calibration_ids, kv_cache_dtype, **options)
         llm = LLM(args.model, kv_cache_dtype=kv_cache_dtype, kv_scales=scales, **options)
-        num_bytes = block_bytes_of(llm.llm_engine.model_runner.model, 16, kv_cache_dtype) // 16
+        num_bytes = token_bytes_of(llm.llm_engine.model_runner.model, kv_cache_dtype)
         for text, ids in token_ids.items():
             measured = accuracy.measure(llm, ids, args.prompts)
             line = accuracy.compare(measured, references.setdefault(text, measured))

@@ -2,7 +2,7 @@
 
 Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--requests N] [--rate R] [--json F] [--plot F]
        python bench/serving.py sharing|samples|prefix|preemption|block-size|long-prompt [--quick] [--json F] [--plot F]
-       python bench/serving.py baselines [--quick] [--json F] [--plot F]
+       python bench/serving.py baselines|transformers [--quick] [--json F] [--plot F]
        python bench/serving.py server [--concurrency N ...] [--output-tokens N] [--quick] [--json F] [--plot F]
        python bench/serving.py engines [--workload many batch-16 ...] [--shape small|1B] [--format int8] [--json F]
        python bench/serving.py ranks [--workload many|one|...] [--shape small|1B] [--threads N] [--json F]
@@ -19,14 +19,14 @@ batching over a paged cache; and the same on our ops (use_paged_attention).
 
 Experiments (serve/experiments.py): blocks saved by samples or beams of one prompt; their throughput beside that of
 separate requests; a prefix shared by all prompts; preemption by recomputing or swapping; the size of blocks; the time
-between tokens beside a prompt of 30,000, and how soon a newcomer begins. baselines: Orca and FasterTransformer, on the
-same kernels.
+between tokens beside a prompt of 30,000, and how soon a newcomer begins. Where memory binds: baselines, that is, Orca
+and FasterTransformer, on the same kernels; and transformers' `generate`, padded and one by one.
 
 server (serve/http_server.py): `pagedattn serve` with N streams at once beside `LLM.generate` with the same requests.
 
 engines (serve/engines.py): OpenVINO GenAI, llama.cpp and vLLM beside the engine, as far as they are installed.
 
-ranks (serve/ranks.py): one rank of N threads beside N ranks of one thread.
+ranks (serve/ranks.py): one rank of N threads beside N ranks of one thread, and N stages of one thread.
 
 profile (serve/profile.py): the shares of a step that linear layers, attention, sampler and the rest have.
 
@@ -187,7 +187,7 @@ def parse_args() -> argparse.Namespace:
         add_options(command, experiment.shape, *experiment.num_requests, experiment.num_rounds, plot)
     add_server_options(commands.add_parser("server", help="`pagedattn serve` beside LLM.generate"))
     add_engines_options(commands.add_parser("engines", help="other inference engines beside this one"))
-    add_ranks_options(commands.add_parser("ranks", help="N ranks of one thread beside one rank of N threads"))
+    add_ranks_options(commands.add_parser("ranks", help="N ranks, or stages, of a thread beside a rank of N threads"))
     add_profile_options(commands.add_parser("profile", help="what a step spends its time on"))
     add_cost_model_options(commands.add_parser("cost-model", help="the step times that `pagedattn simulate` computes"))
     arguments = sys.argv[1:]
@@ -247,7 +247,8 @@ def run_experiment(
     experiment = EXPERIMENTS[args.command]
     max_model_len = min(engine.max_model_len, experiment.max_len)
     print(f"{args.requests} requests at once; rounds: {args.rounds}")
-    setting = Setting(start, max_model_len, args.vocab_size, args.requests, args.rounds, args.seed)
+    dtype = engine_options(args.format)["dtype"]
+    setting = Setting(args.model, dtype, start, max_model_len, args.vocab_size, args.requests, args.rounds, args.seed)
     rows = [*experiment.measure(setting)]
     print_rows(experiment, rows)
     raw = {"experiment": args.command, "rows": [row.as_dict() for row in rows]}

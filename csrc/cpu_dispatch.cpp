@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
+#include <initializer_list>
 #include <iterator>
 #include <stdexcept>
 #include <string_view>
@@ -11,14 +12,25 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
 #endif
 
 namespace pagedattn {
 namespace {
 
+// Of this processor, lowest first.
+#if defined(__aarch64__)
+constexpr CpuCapability ALL_CAPABILITIES[] = {CpuCapability::DEFAULT, CpuCapability::NEON, CpuCapability::NEON_BF16};
+constexpr char ALL_NAMES[] = "default, neon or neon_bf16";
+#else
 constexpr CpuCapability ALL_CAPABILITIES[] = {CpuCapability::DEFAULT,     CpuCapability::AVX2,
                                               CpuCapability::AVX512,      CpuCapability::AVX512_VNNI,
                                               CpuCapability::AVX512_BF16, CpuCapability::AMX};
+constexpr char ALL_NAMES[] = "default, avx2, avx512, avx512_vnni, avx512_bf16 or amx";
+#endif
 
 #if defined(__x86_64__)
 // Whether the CPU has tiles of bf16 and of 8-bit integers, and the kernel lets this process use them. The kernel is
@@ -35,6 +47,15 @@ bool may_use_tiles() {
   }();
   return may;
 }
+#elif defined(__aarch64__) && defined(__APPLE__)
+// Whether the CPU has all of these features; the names are those of sysctl.
+bool has_features(std::initializer_list<const char*> names) {
+  return std::all_of(names.begin(), names.end(), [](const char* name) {
+    int value = 0;
+    std::size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+  });
+}
 #endif
 
 CpuCapability best_cpu_capability() {
@@ -50,6 +71,16 @@ CpuCapability best_cpu_capability() {
   if (!(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))) return CpuCapability::AVX512;
   if (!__builtin_cpu_supports("avx512bf16")) return CpuCapability::AVX512_VNNI;
   return may_use_tiles() ? CpuCapability::AMX : CpuCapability::AVX512_BF16;
+#elif defined(__aarch64__) && defined(__APPLE__)
+  if (!has_features({"hw.optional.arm.FEAT_FP16", "hw.optional.arm.FEAT_DotProd"})) return CpuCapability::DEFAULT;
+  const bool has_bf16 = has_features({"hw.optional.arm.FEAT_BF16", "hw.optional.arm.FEAT_I8MM"});
+  return has_bf16 ? CpuCapability::NEON_BF16 : CpuCapability::NEON;
+#elif defined(__aarch64__)
+  // Bits that Linux sets; its older headers lack some of them. ARMv8.2 and later have the two kinds of fp16 together.
+  constexpr unsigned long FPHP = 1 << 9, ASIMDHP = 1 << 10, ASIMDDP = 1 << 20, NEON = FPHP | ASIMDHP | ASIMDDP;
+  constexpr unsigned long I8MM = 1 << 13, BF16 = 1 << 14, NEON_BF16 = I8MM | BF16;
+  if ((getauxval(AT_HWCAP) & NEON) != NEON) return CpuCapability::DEFAULT;
+  return (getauxval(AT_HWCAP2) & NEON_BF16) == NEON_BF16 ? CpuCapability::NEON_BF16 : CpuCapability::NEON;
 #else
   return CpuCapability::DEFAULT;
 #endif
@@ -90,8 +121,7 @@ CpuCapability capability_named(const std::string& name) {
     throw std::runtime_error("PAGEDATTN_CPU_CAPABILITY: expected one that this build has (" + compiled_names() +
                              "), got " + name + ": `make build` compiles all");
   }
-  throw std::runtime_error(
-      "PAGEDATTN_CPU_CAPABILITY: expected default, avx2, avx512, avx512_vnni, avx512_bf16 or amx, got " + name);
+  throw std::runtime_error(std::string("PAGEDATTN_CPU_CAPABILITY: expected ") + ALL_NAMES + ", got " + name);
 }
 
 CpuCapability capability_of_the_environment() {
@@ -114,6 +144,10 @@ void set_cpu_capability(const std::string& name) {
 
 const char* cpu_capability_name(CpuCapability capability) {
   switch (capability) {
+    case CpuCapability::NEON_BF16:
+      return "neon_bf16";
+    case CpuCapability::NEON:
+      return "neon";
     case CpuCapability::AMX:
       return "amx";
     case CpuCapability::AVX512_BF16:

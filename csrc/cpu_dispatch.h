@@ -8,10 +8,15 @@
 
 namespace pagedattn {
 
-// Each capability has the instructions of all capabilities before it. AVX512_VNNI has VBMI as well (Intel from Ice Lake
-// on, but for Cooper Lake). AMX has tiles of bf16 and of 8-bit integers (Intel from Sapphire Rapids on), and the
-// permission of the kernel to use them.
-enum class CpuCapability { DEFAULT, AVX2, AVX512, AVX512_VNNI, AVX512_BF16, AMX };
+// Each capability has the instructions of all capabilities of its processor before it. DEFAULT is of every processor.
+//
+// x86-64: AVX512_VNNI has VBMI as well (Intel from Ice Lake on, but for Cooper Lake). AMX has tiles of bf16 and of
+// 8-bit integers (Intel from Sapphire Rapids on), and the permission of the kernel to use them.
+//
+// ARM64: NEON is ARMv8.2 with arithmetic of fp16 and dot products of bytes (every server since Neoverse N1, every Apple
+// M). NEON_BF16 has products of bf16 and mixed products of bytes (i8mm) as well (Neoverse V1, N2 and later, Apple from
+// M2 on).
+enum class CpuCapability { DEFAULT, AVX2, AVX512, AVX512_VNNI, AVX512_BF16, AMX, NEON, NEON_BF16 };
 
 // The capability in use: the best of this build that the machine runs, or the one that the environment variable
 // PAGEDATTN_CPU_CAPABILITY names. Throws std::runtime_error if the variable names no capability, or one that the
@@ -28,8 +33,9 @@ void set_cpu_capability(const std::string& name);
 // The copy for the capability in use; a null pointer if the kernel is for higher capabilities alone.
 template <typename Function>
 Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* on_avx512, Function* on_avx512_vnni,
-                            Function* on_avx512_bf16, Function* on_amx) {
-  Function* const copies[] = {on_default, on_avx2, on_avx512, on_avx512_vnni, on_avx512_bf16, on_amx};
+                            Function* on_avx512_bf16, Function* on_amx, Function* on_neon, Function* on_neon_bf16) {
+  Function* const copies[] = {on_default,     on_avx2, on_avx512, on_avx512_vnni,
+                              on_avx512_bf16, on_amx,  on_neon,   on_neon_bf16};
   auto i = static_cast<int>(cpu_capability());
   while (i > 0 && copies[i] == nullptr) --i;
   return copies[i];
@@ -58,8 +64,14 @@ Function* choose_cpu_kernel(Function* on_default, Function* on_avx2, Function* o
   }                                             \
   namespace cpu_amx {                           \
   [[gnu::weak]] void name(__VA_ARGS__);         \
+  }                                             \
+  namespace cpu_neon {                          \
+  [[gnu::weak]] void name(__VA_ARGS__);         \
+  }                                             \
+  namespace cpu_neon_bf16 {                     \
+  [[gnu::weak]] void name(__VA_ARGS__);         \
   }
 
 #define PAGEDATTN_CPU_KERNEL(name)                                                                                     \
   choose_cpu_kernel(cpu_default::name, cpu_avx2::name, cpu_avx512::name, cpu_avx512_vnni::name, cpu_avx512_bf16::name, \
-                    cpu_amx::name)
+                    cpu_amx::name, cpu_neon::name, cpu_neon_bf16::name)

@@ -59,6 +59,14 @@ PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) {
   const __m512i by_class = _mm512_set1_epi32(0x22);
   return narrow_upper((UintVec)_mm512_fixupimm_ps((__m512)rounded, (__m512)value, by_class, 0));
 }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+// These instructions do what is meant, with denormals and NaN as well.
+PAGEDATTN_INLINE ShortVec float_to_bfloat16(Vec value) { return (ShortVec)vcvt_bf16_f32((float32x4_t)value); }
+
+// The elements of `a`, then the elements of `b`.
+PAGEDATTN_INLINE UintVec float_to_bfloat16(Vec a, Vec b) {
+  return (UintVec)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)a), (float32x4_t)b);
+}
 #else
 // The results are in the upper halves.
 PAGEDATTN_INLINE UintVec round_to_bfloat16(Vec value) {
@@ -98,6 +106,24 @@ PAGEDATTN_INLINE UintVec float_to_bfloat16(Vec a, Vec b) {
 }
 #endif
 
+// sum + a * b, for pairs of bfloat16: one instruction adds both products of each element, in fp32. Denormals count as
+// zeros.
+#if defined(__AVX512BF16__)
+#define PAGEDATTN_BFLOAT16_DOTS
+typedef __m512bh Bfloat16Vec;
+
+PAGEDATTN_INLINE Vec add_pair_products(Vec sum, Bfloat16Vec a, Bfloat16Vec b) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, a, b);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PAGEDATTN_BFLOAT16_DOTS
+typedef bfloat16x8_t Bfloat16Vec;
+
+PAGEDATTN_INLINE Vec add_pair_products(Vec sum, Bfloat16Vec a, Bfloat16Vec b) {
+  return (Vec)vbfdotq_f32((float32x4_t)sum, a, b);
+}
+#endif
+
 #if defined(__AVX512F__)
 PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) { return (Vec)_mm512_maskz_cvtph_ps(0xffff, (__m256i)bits); }
 PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
@@ -108,6 +134,9 @@ PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) { return (Vec)_mm256_cvtph_
 PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) {
   return (ShortVec)_mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+PAGEDATTN_INLINE Vec float16_to_float(ShortVec bits) { return (Vec)vcvt_f32_f16((float16x4_t)bits); }
+PAGEDATTN_INLINE ShortVec float_to_float16(Vec value) { return (ShortVec)vcvt_f16_f32((float32x4_t)value); }
 #else
 // Source of both: F. Giesen, "half<->float conversions" (public domain): rebias the exponent; denormals go through a
 // float addition, which does the normalisation or the rounding.

@@ -21,6 +21,13 @@ PAGEDATTN_INLINE ByteVec low_bytes(UintVec values) {
   const __m128i upper = _mm256_extracti128_si256(of_lanes, 1);
   return (ByteVec)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(of_lanes), upper));
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+PAGEDATTN_INLINE ShortVec widen(ByteVec bytes) { return (ShortVec)vget_low_u16(vmovl_u8(vcreate_u8((uint32_t)bytes))); }
+PAGEDATTN_INLINE ByteVec low_bytes(UintVec values) {
+  const uint8x16_t bytes = (uint8x16_t)values;
+  const uint8x16_t of_pairs = vuzp1q_u8(bytes, bytes);
+  return (ByteVec)vgetq_lane_u32((uint32x4_t)vuzp1q_u8(of_pairs, of_pairs), 0);
+}
 #else
 PAGEDATTN_INLINE ShortVec widen(ByteVec bytes) { return __builtin_convertvector(bytes, ShortVec); }
 PAGEDATTN_INLINE ByteVec low_bytes(UintVec values) { return __builtin_convertvector(values, ByteVec); }
@@ -110,6 +117,26 @@ PAGEDATTN_INLINE void store_pairs(Float16Halves& target, const Float8* source, N
                                                           -1, 1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15);
   target.store(upper_bytes_to_float16<NAN_TOO>(_mm256_shuffle_epi8(twice, even_then_odd_as_upper), Float8{}));
 }
+#elif defined(__ARM_FEATURE_DOTPROD)
+// The upper byte of each 16-bit element as float16.
+PAGEDATTN_INLINE uint16x8_t upper_bytes_to_float16(uint16x8_t bytes, float8_e5m2) { return bytes & 0xff00; }
+PAGEDATTN_INLINE uint16x8_t upper_bytes_to_float16(uint16x8_t bytes, float8_e4m3) {
+  // The biases of the exponents differ by 8. Only the NaN carries into the first bit of the exponent, which makes it a
+  // NaN of float16.
+  const uint16x8_t half = (uint16x8_t)((int16x8_t)bytes >> 1) & 0xbf80;
+  const uint16x8_t with_nan = half | ((half + 0x0080) & 0x4000);
+  return (uint16x8_t)vmulq_n_f16((float16x8_t)with_nan, 256.0f);
+}
+
+// Four vectors: the first, the second, the third and the last of every 4 bytes.
+template <typename Float8>
+PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
+  const uint16x8_t even = upper_bytes_to_float16((uint16x8_t)bytes << 8, type);
+  const uint16x8_t odd = upper_bytes_to_float16((uint16x8_t)bytes, type);
+  const auto first = (float16x8_t)vuzp1q_u16(even, odd), last = (float16x8_t)vuzp2q_u16(even, odd);
+  return {{(Vec)vcvt_f32_f16(vget_low_f16(first)), (Vec)vcvt_high_f32_f16(first), (Vec)vcvt_f32_f16(vget_low_f16(last)),
+           (Vec)vcvt_high_f32_f16(last)}};
+}
 #elif !defined(__AVX512VBMI__)
 // Four vectors: the first, the second, the third and the last of every 4 bytes.
 template <typename Float8>
@@ -175,8 +202,6 @@ PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
 }
 
 #if defined(__AVX512BF16__)
-typedef __m512bh Bfloat16Vec;
-
 // The first 8 and the last 8 of the 16 bytes in every 128-bit lane.
 struct Bfloat16Halves {
   Bfloat16Vec lower;

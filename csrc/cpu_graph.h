@@ -3,6 +3,7 @@
 
 #include <concepts>
 #include <functional>
+#include <memory>
 #include <stdexcept>
 #include <type_traits>
 #include <vector>
@@ -60,6 +61,13 @@ class CpuGraph {
   // Whether this thread captures.
   static bool is_capturing() { return capturing_ != nullptr; }
 
+  // If this thread captures, the graph keeps the value: a tensor that an op makes for its own calls, which nobody else
+  // has when they are replayed.
+  template <typename T>
+  static void keep(const T& value) {
+    if (capturing_ != nullptr) capturing_->kept_.push_back(std::make_shared<T>(value));
+  }
+
   // Throws what the check of a call throws, before this call is made. All calls before it have been made.
   void replay() const {
     for (const auto& node : nodes_) node();
@@ -84,6 +92,7 @@ class CpuGraph {
  private:
   static inline thread_local CpuGraph* capturing_ = nullptr;
   std::vector<std::function<void()>> nodes_;
+  std::vector<std::shared_ptr<void>> kept_;
 };
 
 }  // namespace pagedattn

@@ -81,9 +81,14 @@ PAGEDATTN_INLINE void store_bits(void* target, V bits) {
 
 // Whether load_two and store_two have a vector of the elements at even places and a vector of the elements at odd
 // places, instead of two vectors in order. For bf16 a shift and a mask do this; to put the elements in order takes
-// several shuffles on AVX2.
+// several shuffles on AVX2. An instruction that rounds to bf16 puts them in order.
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
+template <typename T>
+constexpr bool EVEN_AND_ODD = false;
+#else
 template <typename T>
 constexpr bool EVEN_AND_ODD = std::is_same_v<T, bfloat16> && VEC_SIZE <= 8;
+#endif
 
 template <typename T>
 PAGEDATTN_INLINE Vecs<2> load_two(const T* source) {
@@ -97,10 +102,10 @@ PAGEDATTN_INLINE Vecs<2> load_two(const T* source) {
 
 template <bool STREAM, typename T>
 PAGEDATTN_INLINE void store_two(T* target, Vec a, Vec b) {
-#if !defined(__AVX512F__)
-  if constexpr (EVEN_AND_ODD<T>) return store_bits<STREAM>(target, float_to_bfloat16_pairs(a, b));
-#elif defined(__AVX512BF16__)
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
   if constexpr (std::is_same_v<T, bfloat16>) return store_bits<STREAM>(target, float_to_bfloat16(a, b));
+#elif !defined(__AVX512F__)
+  if constexpr (EVEN_AND_ODD<T>) return store_bits<STREAM>(target, float_to_bfloat16_pairs(a, b));
 #endif
   store_bits<STREAM>(target, to_stored(a, T{}));
   store_bits<STREAM>(target + VEC_SIZE, to_stored(b, T{}));

@@ -13,6 +13,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)  // neon and better; `default` of ARM64 has the results of every `default`
+#include <arm_neon.h>
 #endif
 
 #define PAGEDATTN_ALWAYS_INLINE __attribute__((always_inline))
@@ -40,6 +42,12 @@ constexpr int VEC_BYTES = 16;
 
 constexpr int VEC_SIZE = VEC_BYTES / 4;    // floats in a vector
 constexpr int NUM_LANES = VEC_BYTES / 16;  // 128-bit lanes in a vector
+
+#if defined(__AVX512F__) || defined(__ARM_FEATURE_DOTPROD)
+constexpr int NUM_REGISTERS = 32;
+#else
+constexpr int NUM_REGISTERS = 16;
+#endif
 
 typedef float Vec __attribute__((vector_size(VEC_BYTES)));
 typedef int32_t IntVec __attribute__((vector_size(VEC_BYTES)));
@@ -102,6 +110,8 @@ PAGEDATTN_INLINE IntVec shuffle(IntVec a, IntVec b, IndexOf index_of) {
 PAGEDATTN_INLINE Vec in_register(Vec loaded) {
 #if defined(__x86_64__)
   asm("" : "+v"(loaded));
+#elif defined(__aarch64__)
+  asm("" : "+w"(loaded));
 #endif
   return loaded;
 }
@@ -129,6 +139,8 @@ PAGEDATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
   return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (Vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
 #endif

@@ -14,12 +14,14 @@ inline Indices check_indices(const Door& door, const char* argument, const Tenso
   return indices;
 }
 
-// Values: where each sequence begins, and the last one ends. Offsets begin at 0 and do not decrease.
-inline void check_offsets(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs) {
+// Values: where each sequence (or what `of` says) begins, and the last one ends. Offsets begin at 0 and do not
+// decrease.
+inline void check_offsets(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs,
+                          const char* of = "sequence") {
   door.check(starts[0] == 0, argument, "expected 0 first, got ", starts[0]);
   for (int64_t seq = 0; seq < num_seqs; ++seq) {
     door.check(starts[seq] <= starts[seq + 1], argument, "expected offsets that do not decrease, got ", starts[seq],
-               " and then ", starts[seq + 1], " at sequence ", seq);
+               " and then ", starts[seq + 1], " at ", of, " ", seq);
   }
 }
 

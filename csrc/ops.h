@@ -9,12 +9,16 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
 namespace pagedattn {
 
 using torch::stable::Tensor;
+
+// Registers all ops as torch.ops.<op_namespace>, which must be without ops so far.
+void register_all(const std::string& op_namespace);
 
 // attention
 void paged_attention_v1(Tensor& out, const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
@@ -43,13 +47,14 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
                                             std::optional<int64_t> sliding_window, double softcap,
                                             const std::optional<Tensor>& sinks, bool causal,
                                             std::optional<int64_t> right_window, int64_t attention_chunk);
-void check_paged_attention(const Tensor& query, Tensor& key_cache, Tensor& value_cache, const Tensor& block_tables,
-                           const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc, double scale,
-                           std::optional<int64_t> max_seq_len, const std::optional<Tensor>& alibi_slopes,
-                           std::optional<int64_t> sliding_window, double softcap, const std::optional<Tensor>& sinks,
-                           StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                           const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window,
-                           int64_t attention_chunk);
+std::tuple<Tensor, Tensor> append_and_attend(
+    const Tensor& query, const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
+    const Tensor& block_tables, const Tensor& cached_lens, const std::optional<Tensor>& query_start_loc,
+    const std::optional<Tensor>& key_start_loc, double scale, const std::optional<Tensor>& alibi_slopes,
+    std::optional<int64_t> sliding_window, double softcap, const std::optional<Tensor>& sinks,
+    StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+    bool causal, std::optional<int64_t> right_window, int64_t attention_chunk, const std::optional<Tensor>& rotary_cos,
+    const std::optional<Tensor>& rotary_sin, bool rotary_is_neox, const std::optional<Tensor>& rotary_lens);
 std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_pe, const Tensor& kv_c_cache,
                                          const Tensor& k_pe_cache, const Tensor& block_tables, const Tensor& seq_lens,
                                          const std::optional<Tensor>& query_start_loc, double scale, bool causal);
@@ -108,6 +113,13 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t gro
                    const std::optional<Tensor>& bias, std::optional<torch::headeronly::ScalarType> scale_dtype);
 Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tensor& weight_scales,
                    const std::optional<Tensor>& bias);
+Tensor grouped_linear_packed(const Tensor& input, const Tensor& offsets, const Tensor& packed_weight,
+                             int64_t out_features, const std::optional<Tensor>& bias);
+Tensor grouped_linear_int4(const Tensor& input, const Tensor& offsets, const Tensor& packed_weight, int64_t group_size,
+                           int64_t out_features, const std::optional<Tensor>& bias,
+                           std::optional<torch::headeronly::ScalarType> scale_dtype);
+Tensor grouped_linear_int8(const Tensor& input, const Tensor& offsets, const Tensor& packed_weight,
+                           const Tensor& weight_scales, const std::optional<Tensor>& bias);
 void pack_linear_weight(Tensor& out, const Tensor& weight);
 void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& scales, const Tensor& zeros);
 void pack_linear_weight_int8(Tensor& out, const Tensor& weight);

@@ -1,15 +1,16 @@
 // Table of contents: every op's schema, by family, and the device keys that have it. Documentation: pagedattn_ext/ops.
 #include <torch/csrc/stable/library.h>
 
+#include <deque>
+#include <string>
+
 #include "ops.h"
 
-#if defined(PAGEDATTN_SIMT)
-#define PAGEDATTN_NAMESPACE pagedattn_simt
-#else
-#define PAGEDATTN_NAMESPACE pagedattn_ext
-#endif
+namespace {
 
-STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
+using torch::stable::detail::StableLibrary;
+
+void define_ops(StableLibrary& m) {
   // attention
   m.def(
       "paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, "
@@ -32,11 +33,12 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "float softcap=0.0, Tensor? sinks=None, bool causal=True, SymInt? right_window=None, SymInt attention_chunk=0) "
       "-> (Tensor, Tensor)");
   m.def(
-      "check_paged_attention(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_tables, "
-      "Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, "
-      "Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, "
+      "append_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor block_tables, Tensor cached_lens, *, Tensor? query_start_loc=None, Tensor? key_start_loc=None, "
+      "float scale, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, "
       "str kv_cache_dtype=\"auto\", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, "
-      "SymInt? right_window=None, SymInt attention_chunk=0) -> ()");
+      "SymInt? right_window=None, SymInt attention_chunk=0, Tensor? rotary_cos=None, Tensor? rotary_sin=None, "
+      "bool rotary_is_neox=True, Tensor? rotary_lens=None) -> (Tensor, Tensor)");
   m.def(
       "mla_attention(Tensor q_nope, Tensor q_pe, Tensor kv_c_cache, Tensor k_pe_cache, Tensor block_tables, "
       "Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, bool causal=True) -> (Tensor, Tensor)");
@@ -123,6 +125,15 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
       "linear_int4(Tensor input, Tensor packed_weight, SymInt group_size, SymInt out_features, Tensor? bias=None, "
       "ScalarType? scale_dtype=None) -> Tensor");
   m.def("linear_int8(Tensor input, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor");
+  m.def(
+      "grouped_linear_packed(Tensor input, Tensor offsets, Tensor packed_weight, SymInt out_features, "
+      "Tensor? bias=None) -> Tensor");
+  m.def(
+      "grouped_linear_int4(Tensor input, Tensor offsets, Tensor packed_weight, SymInt group_size, "
+      "SymInt out_features, Tensor? bias=None, ScalarType? scale_dtype=None) -> Tensor");
+  m.def(
+      "grouped_linear_int8(Tensor input, Tensor offsets, Tensor packed_weight, Tensor weight_scales, "
+      "Tensor? bias=None) -> Tensor");
   m.def("pack_linear_weight(Tensor(a!) out, Tensor weight) -> ()");
   m.def("pack_linear_weight_int4(Tensor(a!) out, Tensor codes, Tensor scales, Tensor zeros) -> ()");
   m.def("pack_linear_weight_int8(Tensor(a!) out, Tensor weight) -> ()");
@@ -135,15 +146,13 @@ STABLE_TORCH_LIBRARY(PAGEDATTN_NAMESPACE, m) {
 #endif
 }
 
-namespace {
-
 // An op has one function for all devices. The function looks where its tensors are.
-void register_ops(torch::stable::detail::StableLibrary& m) {
+void register_ops(StableLibrary& m) {
   m.impl("paged_attention_v1", TORCH_BOX(&pagedattn::paged_attention_v1));
   m.impl("paged_attention_v2", TORCH_BOX(&pagedattn::paged_attention_v2));
   m.impl("paged_attention", TORCH_BOX(&pagedattn::paged_attention));
   m.impl("varlen_attention", TORCH_BOX(&pagedattn::varlen_attention));
-  m.impl("check_paged_attention", TORCH_BOX(&pagedattn::check_paged_attention));
+  m.impl("append_and_attend", TORCH_BOX(&pagedattn::append_and_attend));
   m.impl("mla_attention", TORCH_BOX(&pagedattn::mla_attention));
   m.impl("merge_attn_states", TORCH_BOX(&pagedattn::merge_attn_states));
   m.impl("reshape_and_cache", TORCH_BOX(&pagedattn::reshape_and_cache));
@@ -180,14 +189,14 @@ void register_ops(torch::stable::detail::StableLibrary& m) {
   m.impl("selective_scan", TORCH_BOX(&pagedattn::selective_scan));
 }
 
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CPU, m) {
-  register_ops(m);
 #if !defined(PAGEDATTN_SIMT)
+void register_cpu_ops(StableLibrary& m) {
   m.impl("linear_packed", TORCH_BOX(&pagedattn::linear_packed));
   m.impl("linear_int4", TORCH_BOX(&pagedattn::linear_int4));
   m.impl("linear_int8", TORCH_BOX(&pagedattn::linear_int8));
+  m.impl("grouped_linear_packed", TORCH_BOX(&pagedattn::grouped_linear_packed));
+  m.impl("grouped_linear_int4", TORCH_BOX(&pagedattn::grouped_linear_int4));
+  m.impl("grouped_linear_int8", TORCH_BOX(&pagedattn::grouped_linear_int8));
   m.impl("pack_linear_weight", TORCH_BOX(&pagedattn::pack_linear_weight));
   m.impl("pack_linear_weight_int4", TORCH_BOX(&pagedattn::pack_linear_weight_int4));
   m.impl("pack_linear_weight_int8", TORCH_BOX(&pagedattn::pack_linear_weight_int8));
@@ -195,8 +204,26 @@ STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CPU, m) {
   m.impl("quantize_weight_int8", TORCH_BOX(&pagedattn::quantize_weight_int8));
   m.impl("all_reduce_shared", TORCH_BOX(&pagedattn::all_reduce_shared));
   m.impl("all_gather_shared", TORCH_BOX(&pagedattn::all_gather_shared));
+}
+#endif
+
+}  // namespace
+
+#if defined(PAGEDATTN_SIMT)
+STABLE_TORCH_LIBRARY(pagedattn_simt, m) { define_ops(m); }
+STABLE_TORCH_LIBRARY_IMPL(pagedattn_simt, CPU, m) { register_ops(m); }
+#else
+void pagedattn::register_all(const std::string& op_namespace) {
+  static std::deque<StableLibrary> libraries;  // torch keeps the ops for as long as these live
+  const auto library = [&](StableLibrary::Kind kind, const char* dispatch_key) -> StableLibrary& {
+    return libraries.emplace_back(kind, op_namespace.c_str(), dispatch_key, "csrc/torch_bindings.cpp", __LINE__);
+  };
+  define_ops(library(StableLibrary::Kind::DEF, nullptr));
+  StableLibrary& cpu = library(StableLibrary::Kind::IMPL, "CPU");
+  register_ops(cpu);
+  register_cpu_ops(cpu);
+#if defined(PAGEDATTN_WITH_CUDA)
+  register_ops(library(StableLibrary::Kind::IMPL, "CUDA"));
 #endif
 }
-#if defined(PAGEDATTN_WITH_CUDA)
-STABLE_TORCH_LIBRARY_IMPL(PAGEDATTN_NAMESPACE, CUDA, m) { register_ops(m); }
 #endif

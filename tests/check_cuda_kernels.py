@@ -34,7 +34,8 @@ class Kernel:
 
 
 def compile_and_keep(command: list[str]) -> int:
-    """Runs nvcc; what ptxas says goes to a file beside the object, anything else to stderr."""
+    """Runs nvcc; what ptxas says goes to a file beside the object, anything else to stderr. The file is empty for
+    kernels with few optimisations (-Ofc): their registers are not those of the kernels that are released."""
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     kept, shown = [], []
     for line in done.stderr.splitlines(keepends=True):
@@ -42,7 +43,7 @@ def compile_and_keep(command: list[str]) -> int:
         (kept if is_info else shown).append(line)
     sys.stderr.writelines(shown)
     if "-o" in command:
-        Path(command[command.index("-o") + 1] + SUFFIX).write_text("".join(kept))
+        Path(command[command.index("-o") + 1] + SUFFIX).write_text("" if "-Ofc" in command else "".join(kept))
     return done.returncode
 
 

@@ -7,7 +7,8 @@ it takes to make a failing example small. "few" draws fewer, for `make sanitize`
 pytest --device cpu|simt|cuda (may be repeated; default cpu): a test with the fixture `device` runs on each of them. Its
 mark `devices(...)` leaves some out. A test without the fixture runs if cpu is among the devices. "cpu" is the best
 instruction set of this machine, or that of PAGEDATTN_CPU_CAPABILITY; cpu-avx2 and the like name one; cpu-all is each
-that this machine has, one after the other.
+that this machine has, one after the other. Beyond avx512 few kernels have code of their own for each: with cpu-all a
+test runs on those that its mark `code_for(...)` names, and without the mark on avx512_bf16 and amx.
 
 A case with the mark `long` runs with --long, in `make test-long`. A test with the mark `sweep` walks through a grid of
 sizes: --sweep-step 7 runs every seventh case, in `make sanitize`, where a call takes ten times as long.
@@ -30,8 +31,8 @@ from op_table import DEVICES, EVERY_CPU, OPS, load_simt, num_simt_launches
 pytest_plugins = ["hung_tests"]
 
 # They have environments of their own, and leave this file out: make test-clients, test-ray, test-adopters,
-# test-models.
-collect_ignore = ["adopters", "clients", "ray_cluster", "real_models"]
+# test-models, test-wheels.
+collect_ignore = ["adopters", "clients", "ray_cluster", "real_models", "wheels"]
 
 # A busy machine is no reason to fail: no deadline, no "too slow".
 settings.register_profile(
@@ -46,6 +47,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # A shell that runs pytest in the background makes it ignore interrupts, and so the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Else Inductor compiles a program for each instruction set, to see whether it runs: 6 seconds of CPU time.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # On small tensors a parallel region of a busy machine costs 100 times the work in it.
 torch.set_num_threads(1)
@@ -89,12 +93,16 @@ def devices_of(config: pytest.Config) -> list[str]:
     return [device for name in asked for device in (EVERY_CPU if name == "cpu-all" else [name])]
 
 
+BEYOND_AVX512 = {"avx512_vnni", "avx512_bf16", "amx"}
+
+
 def kind_of(device: str) -> str:
     return "cpu" if device in EVERY_CPU else device
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(*names): the devices that a test with the fixture `device` is for")
+    config.addinivalue_line("markers", "code_for(*names): beyond avx512, what its kernels have code of their own for")
     config.addinivalue_line("markers", "long: a case for pytest --long alone")
     config.addinivalue_line("markers", "sweep: a test of which --sweep-step leaves cases out")
     config.addinivalue_line("markers", "timeout: of pytest-timeout, without which there are no limits")
@@ -104,7 +112,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def devices_for(node: pytest.Item | pytest.Function, config: pytest.Config) -> list[str]:
     mark = node.get_closest_marker("devices")
-    return [name for name in devices_of(config) if mark is None or kind_of(name) in mark.args]
+    names = [name for name in devices_of(config) if mark is None or kind_of(name) in mark.args]
+    if "cpu-all" in (config.getoption("device") or []):
+        code_for = node.get_closest_marker("code_for")
+        without = BEYOND_AVX512.difference(("avx512_bf16", "amx") if code_for is None else code_for.args)
+        names = [name for name in names if name.removeprefix("cpu-") not in without]
+    return names
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

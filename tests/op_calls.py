@@ -14,7 +14,7 @@ paged_attention_v1(Tensor(a!) out, Tensor query, Tensor key_cache, Tensor value_
 paged_attention_v2(Tensor(a!) out, Tensor(b!) exp_sums, Tensor(c!) max_logits, Tensor(d!) tmp_out, Tensor query, Tensor key_cache, Tensor value_cache, SymInt num_kv_heads, float scale, Tensor block_tables, Tensor seq_lens, SymInt block_size, SymInt max_seq_len, Tensor? alibi_slopes=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
 paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None, SymInt attention_chunk=0) -> (Tensor, Tensor)
 varlen_attention(Tensor query, Tensor key, Tensor value, Tensor query_start_loc, Tensor key_start_loc, *, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, bool causal=True, SymInt? right_window=None, SymInt attention_chunk=0) -> (Tensor, Tensor)
-check_paged_attention(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, SymInt? max_seq_len=None, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None, SymInt attention_chunk=0) -> ()
+append_and_attend(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor block_tables, Tensor cached_lens, *, Tensor? query_start_loc=None, Tensor? key_start_loc=None, float scale, Tensor? alibi_slopes=None, SymInt? sliding_window=None, float softcap=0.0, Tensor? sinks=None, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None, bool causal=True, SymInt? right_window=None, SymInt attention_chunk=0, Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_is_neox=True, Tensor? rotary_lens=None) -> (Tensor, Tensor)
 mla_attention(Tensor q_nope, Tensor q_pe, Tensor kv_c_cache, Tensor k_pe_cache, Tensor block_tables, Tensor seq_lens, *, Tensor? query_start_loc=None, float scale, bool causal=True) -> (Tensor, Tensor)
 merge_attn_states(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, Tensor suffix_output, Tensor suffix_lse, *, float lse_base=2.7182818284590451) -> ()
 reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, str kv_cache_dtype="auto", Tensor? k_scale=None, Tensor? v_scale=None) -> ()
@@ -52,6 +52,9 @@ causal_conv1d(Tensor(a!) out, Tensor input, Tensor(b!) conv_states, Tensor weigh
 gated_delta_rule(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(b!) states, float? scale=None, bool use_qk_l2norm=False, *, Tensor? query_start_loc=None, Tensor? state_indices=None, Tensor? has_initial_state=None) -> ()
 selective_scan(Tensor(a!) out, Tensor input, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor(b!) states, Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float dt_min=0.0, float? dt_max=None, *, Tensor? query_start_loc=None, Tensor? state_indices=None, Tensor? has_initial_state=None) -> ()
 linear_packed(Tensor input, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
+grouped_linear_packed(Tensor input, Tensor offsets, Tensor packed_weight, SymInt out_features, Tensor? bias=None) -> Tensor
+grouped_linear_int4(Tensor input, Tensor offsets, Tensor packed_weight, SymInt group_size, SymInt out_features, Tensor? bias=None, ScalarType? scale_dtype=None) -> Tensor
+grouped_linear_int8(Tensor input, Tensor offsets, Tensor packed_weight, Tensor weight_scales, Tensor? bias=None) -> Tensor
 pack_linear_weight(Tensor(a!) out, Tensor weight) -> ()
 pack_linear_weight_int4(Tensor(a!) out, Tensor codes, Tensor scales, Tensor zeros) -> ()
 pack_linear_weight_int8(Tensor(a!) out, Tensor weight) -> ()
@@ -65,15 +68,17 @@ COLLECTIVES = ["all_reduce_shared", "all_gather_shared"]
 PACKING = ["pack_linear_weight", "pack_linear_weight_int4", "pack_linear_weight_int8"]
 SAMPLING = ["sample_from_probs", "chain_speculative_sampling"]  # write no floating-point numbers
 QUANTIZING = ["quantize_weight_int4", "quantize_weight_int8"]
+LINEAR = ["linear_packed", "linear_int4", "linear_int8"]
 # Those without CUDA kernels.
-CPU_OPS = ["linear_packed", "linear_int4", "linear_int8", *PACKING, *QUANTIZING, *COLLECTIVES]
+CPU_OPS = [*LINEAR, *(f"grouped_{name}" for name in LINEAR), *PACKING, *QUANTIZING, *COLLECTIVES]
 ATTENTION = ["paged_attention_v1", "paged_attention_v2", "paged_attention"]
 INT8_CALLS = ["paged_attention int8", "reshape_and_cache int8"]
-FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "reshape_and_cache"]]
+FP8_CALLS = [f"{name} fp8" for name in [*ATTENTION, "append_and_attend", "reshape_and_cache"]]
 CALLS = [
     *SCHEMA_OF,
     *FP8_CALLS,
     *INT8_CALLS,
+    "append_and_attend with rotation",
     "gather_cached_kv of nhd",
     "compute_slot_mapping of lists",
     "rotary_embedding without key",
@@ -113,6 +118,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
 
     n, num_blocks = num_tokens, num_tokens + 3
     every_third = torch.arange(n) % 3
+    offsets = torch.tensor([0, 1, 1, n], dtype=torch.int32)  # of 3 experts
     paged = {
         "query": normal(n, 4, 16),
         "key_cache": normal(num_blocks, 2, 4, 16, 4),
@@ -173,8 +179,16 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "scale": 0.25,
             "max_seq_len": 6,
         },
-        "check_paged_attention": paged
-        | {"query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32), "max_seq_len": 32},
+        "append_and_attend": {
+            **{name: tensor for name, tensor in paged.items() if name != "seq_lens"},
+            "block_tables": torch.tensor(
+                [[3, 0], [1, 5], [4, 2], *([block, 0] for block in range(6, n + 3))], dtype=torch.int32
+            ),
+            "cached_lens": paged["seq_lens"] - torch.tensor([1, 0, 2], dtype=torch.int32)[every_third],
+            **key_value,
+            "query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+            "key_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+        },
         "mla_attention": {
             **{name: paged[name] for name in ("block_tables", "seq_lens", "scale")},
             "q_nope": normal(n, 4, 16),
@@ -315,6 +329,29 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "out_features": 20,
             "bias": normal(20),
         },
+        "grouped_linear_packed": {
+            "input": normal(n, 14),
+            "offsets": offsets,
+            "packed_weight": normal(3, 2, 14, 16),
+            "out_features": 20,
+            "bias": normal(3, 20),
+        },
+        "grouped_linear_int4": {
+            "input": normal(n, 64),
+            "offsets": offsets,
+            "packed_weight": packed_int4(**int4_weight()).repeat(3, 1, 1, 1),
+            "group_size": 32,
+            "out_features": 20,
+            "bias": normal(3, 20),
+            "scale_dtype": torch.float32,
+        },
+        "grouped_linear_int8": {
+            "input": normal(n, 14),
+            "offsets": offsets,
+            "packed_weight": torch.randint(1, 256, (3, 2, 4, 16, 4), dtype=torch.uint8, generator=generator),
+            "weight_scales": normal(3, 20),
+            "bias": normal(3, 20),
+        },
         "pack_linear_weight": {"out": torch.zeros(1, 14, 16), "weight": normal(n, 14)},
         "pack_linear_weight_int4": int4_weight(n) | {"out": torch.zeros(1, 2, 336, dtype=torch.uint8)},
         "pack_linear_weight_int8": {
@@ -350,6 +387,11 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         "int8": int8,
         "of nhd": nhd,
         "without key": {"key": None},
+        "with rotation": {
+            **{name: normal(40, 3) for name in ("rotary_cos", "rotary_sin")},
+            "rotary_is_neox": False,
+            "rotary_lens": torch.tensor([0, 3, 7])[every_third],
+        },
         "of a batch": batch,
         "of every row": every_row,
     }
@@ -358,7 +400,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
 
 def optional_tensors(name: str) -> dict:
     alibi_slopes, sinks = {"alibi_slopes": torch.ones(4)}, {"sinks": torch.ones(4)}
-    if name in ("paged_attention", "check_paged_attention", "varlen_attention"):
+    if name in ("paged_attention", "append_and_attend", "varlen_attention"):
         return alibi_slopes | sinks
     return alibi_slopes if name in ATTENTION else {}
 

@@ -10,6 +10,9 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 COMMAND = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['serve', '--port', '0', *sys.argv[1:]]))"
 # For tests of what happens amid requests: as `slow_steps`, a token takes some milliseconds. The engine's process calls
@@ -28,7 +31,7 @@ serve.make_engine = make_slow_engine
 """
 START_SECONDS = 120  # on a busy machine
 STOP_SECONDS = 60
-WAIT_SECONDS = 60  # for what happens soon: no test fails because the machine is busy
+WAIT_SECONDS = 120  # for what happens soon: no test fails because the machine is busy
 AT_ONCE_SECONDS = 25  # the same, where the limits for which ranks wait for each other begin at 30
 _SAMPLE = re.compile(r"(?:pagedattn:)?([^{ ]+)(?:\{(.*)\})? (\S+)")
 
@@ -165,9 +168,26 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP has stopped the process."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] == "T"
+
+
 def wait_for(is_so: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
     """Wait until `is_so` is true. Asserts that this happens within so many seconds."""
     end = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < end, f"not so after {seconds} seconds"
         time.sleep(0.01)
+
+
+def in_pieces(stream: Callable[[], list[T]]) -> list[T]:
+    """The pieces of the first stream that comes in more than one: tokens that wait for their reader come in one."""
+    pieces: list[T] = []
+
+    def are_several() -> bool:
+        pieces[:] = stream()
+        return len(pieces) > 1
+
+    wait_for(are_several)
+    return pieces

@@ -192,16 +192,16 @@ def test_what_is_kept_is_good_for_later_calls(where: str) -> None:
 
 # A value that reaches other memory, and what the error names.
 LEAVING: list[tuple[str, str, Tensor, str]] = [
-    ("paged", "cache_seqlens", indices(5, 12), "positions"),
-    ("paged", "cache_seqlens", indices(-1, 2), "positions"),
+    ("paged", "cache_seqlens", indices(5, 12), "cached_lens"),
+    ("paged", "cache_seqlens", indices(-1, 2), "cached_lens"),
     ("paged", "block_table", indices([3, 8], [0, 5]), "block_tables"),
     ("paged", "block_table", indices([99, 1], [0, 5]), "block_tables"),  # which attention alone would read
-    ("rotary", "cache_seqlens", indices(5, 11), "positions"),
-    ("ragged", "cu_seqlens_k_new", indices(0, 3, 5), "start_loc"),
+    ("rotary", "cache_seqlens", indices(5, 11), "cached_lens"),
+    ("ragged", "cu_seqlens_k_new", indices(0, 3, 5), "key_start_loc"),
     ("ragged", "cu_seqlens_q", indices(0, 3, 3), "query_start_loc"),
     ("padded", "cache_leftpad", indices(8, 0), "left_padding"),
     ("padded", "cache_leftpad", indices(-1, 0), "left_padding"),
-    ("padded", "cache_batch_idx", indices(4, 0), "block_tables"),
+    ("padded", "cache_batch_idx", indices(4, 0), "end_blocks"),
     ("used", "seqused_k", indices(4, 5), "seq_lens"),
     ("used", "cu_seqlens_k", indices(0, 3, 11), "end_blocks"),
     ("lists", "seq_lens", indices(9, 4), "positions"),

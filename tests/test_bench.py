@@ -8,7 +8,6 @@ import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -220,21 +219,24 @@ def small_shapes(monkeypatch):
 
 def test_cuda_timing(fake_cuda, monkeypatch, capsys):
     """As many calls in a graph as BATCH_SECONDS hold, the inputs in turn; every function in every round."""
-    calls = {"short": [], "long": []}
+    calls, now = {"short": [], "long": []}, 0.0
 
     def short(item):
+        nonlocal now
+        now += 2e-5
         calls["short"].append(item)
         return item
 
     def long(item):
+        nonlocal now
+        now += 2e-3
         calls["long"].append(item)
-        time.sleep(2e-3)
 
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
     seconds = fake_cuda.time_interleaved({"short": short, "long": long}, [0, 1, 2], 4, use_graphs=True)
-    assert {name: len(times) for name, times in seconds.items()} == {"short": 4, "long": 4}
-    assert median(seconds["short"]) < 1e-3 < 2e-3 <= median(seconds["long"])
+    assert seconds == {"short": pytest.approx([2e-5] * 4), "long": pytest.approx([2e-3] * 4)}
     num_calls = (len(calls["short"]) - 2) // 5
-    assert num_calls > 3
+    assert num_calls == pytest.approx(fake_cuda.BATCH_SECONDS / 2e-5, abs=1)
     # Loaded, its time taken; warm, and four rounds.
     assert calls["short"] == [0, 0, *[i % 3 for i in range(num_calls)] * 5]
     assert calls["long"] == [0] * 7

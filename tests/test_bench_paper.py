@@ -3,6 +3,7 @@
 import importlib.util
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from warm_python import run_python
@@ -145,12 +146,31 @@ def test_wrong_arguments(tmp_path):
     assert result.returncode == 2 and f"expected a directory, got {tmp_path / 'file'}: File exists" in result.stderr
 
 
-def test_every_figure_that_is_not_measured(tmp_path):
-    """With less than a second of requests for each number: catches a figure that cannot be made or is not written, and
-    rows that do not depend on time and are not what they should be."""
+def test_the_search_of_a_rate():
+    """Catches a search whose limits are not those of the figures, and runs that the plot leaves out."""
+    from figures.deployments import MAX_LATENCY, search_rate
+
+    tried = []
+
+    def run(rate):
+        tried.append((rate, rate / 100))
+        return SimpleNamespace(normalized_latency=SimpleNamespace(mean=rate / 100))
+
+    rate, points = search_rate(run, 5.0)
+    assert rate == pytest.approx(100 * MAX_LATENCY, rel=0.012)
+    assert points == tried and points[0] == (2.0, 0.02)  # with 10 requests, for a latency of the mean
+
+
+def test_every_figure_that_is_not_measured(tmp_path, monkeypatch):
+    """With the requests of a second for each number, at one rate in place of a search: catches a figure that cannot be
+    made or is not written, and rows that do not depend on time and are not what they should be."""
     import paper
-    from figures import measured
+    from figures import deployments, measured
     from figures.deployments import Effort
+
+    monkeypatch.setattr(
+        deployments, "sustainable_rate", lambda run, max_latency, lowest, highest: (lowest, run(lowest))
+    )
 
     names = [name for name, make in paper.FIGURES.items() if make.__module__ != measured.__name__]
     assert len(names) == len(paper.FIGURES) - 3

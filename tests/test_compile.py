@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from checks import assert_same_bits, tensors_in
-from op_calls import CALLS, INFERRED, PACKING, make_arguments, raw_op, results, wrapper
+from op_calls import CALLS, INFERRED, PACKING, SCHEMA_OF, make_arguments, raw_op, results, wrapper
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from pagedattn_ext import allocate_kv_cache, ops
@@ -19,30 +19,21 @@ def assert_same_results(actual: list[torch.Tensor], expected: list[torch.Tensor]
         assert_same_bits(tensor, wanted)
 
 
-@pytest.mark.parametrize("call", [call for call in CALLS if call not in PACKING])
-def test_captured(call):
-    """Without code of Inductor's. opcheck does the same with the raw ops."""
-    torch.compiler.reset()
-    compiled = torch.compile(wrapper(call), fullgraph=True, backend="aot_eager")
-    assert_same_results(results(compiled, make_arguments(call)), results(wrapper(call), make_arguments(call)))
-
-
-# Their wrappers map memory, which nothing can capture. A weight is packed once, before anything is compiled.
-NOT_CAPTURED = [(wrapper, call) for call in PACKING]
 # How the compiler learns that sizes change: after how many calls a new size does not compile again.
 SETTLED_AFTER = {"found": 2, "marked": 1, "symbols": 1}
 
 
 def inductor_cases() -> Iterator[object]:
-    """All of them are long but two for each call, one for each door: the wrapper as most call it, the raw op in one of
-    the three ways in turn."""
+    """Each op once through its wrapper, as most call it, which calls the raw op; and every eighth raw op, in one of the
+    three ways in turn. All other cases are long: opcheck has tried each call of a raw op at sizes that are symbols. The
+    wrappers of PACKING map memory, which nothing can capture: a weight is packed once, before anything is compiled."""
     for number, call in enumerate(CALLS):
-        of_raw_op = list(SETTLED_AFTER)[number % len(SETTLED_AFTER)]
-        for door, first in ((wrapper, "found"), (raw_op, of_raw_op)):
-            if (door, call) in NOT_CAPTURED:
-                continue
+        first = {(wrapper, "found")} if call in SCHEMA_OF else set()
+        if call in PACKING or number % 8 == 0:
+            first.add((raw_op, list(SETTLED_AFTER)[number % len(SETTLED_AFTER)]))
+        for door in (raw_op,) if call in PACKING else (wrapper, raw_op):
             for way in SETTLED_AFTER:
-                marks = [pytest.mark.long] if way != first else []
+                marks = [] if (door, way) in first else [pytest.mark.long]
                 yield pytest.param(door, call, way, id=f"{door.__name__}-{call}-{way}", marks=marks)
 
 

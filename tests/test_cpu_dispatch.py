@@ -1,6 +1,7 @@
 """Which copy of the CPU kernels a process uses, in builds that do not have all copies (PAGEDATTN_CPU_CAPABILITIES)."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 
 import pagedattn_ext
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
 
 PROGRAM = """
 #include <csignal>
@@ -79,3 +81,29 @@ def test_tiles_that_the_kernel_refuses(tmp_path):
     assert capability(tmp_path, available, asked="amx", refuse_tiles=True).endswith(
         "| PAGEDATTN_CPU_CAPABILITY: this machine does not run amx, its best is avx512_bf16"
     )
+
+
+def kernels_with_code_for(capability: str) -> set[str]:
+    """The sources without their `_cpu.cpp`, and the attention kernels, that have a copy for it."""
+    [sources] = re.findall(
+        rf"set\(CPU_KERNELS_{capability.upper()}\n(.*?)\)", (ROOT / "CMakeLists.txt").read_text(), re.S
+    )
+    kernels = {Path(source).stem.removesuffix("_cpu") for source in sources.split()}
+    order = ["default", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
+    listed = re.findall(
+        r"\n  KERNEL\((\w+), .*, (\w+), (\w+), \w+\)", (CSRC / "attention/cpu/attend_kernels.h").read_text()
+    )
+    return kernels | {
+        name for name, lowest, highest in listed if capability in order[order.index(lowest) : order.index(highest) + 1]
+    }
+
+
+def test_which_kernels_have_code_beyond_avx512():
+    """The tests of these kernels say so by the mark code_for, so that --device cpu-all runs them there. Would catch a
+    kernel with a new copy that no test runs."""
+    quantized = {"linear_int4", "linear_int8"}
+    attention = {"int8", "e4m3", "e5m2", "nhd_e4m3", "nhd_e5m2"}
+    assert kernels_with_code_for("avx512_vnni") == quantized | {f"attend_{cache}" for cache in attention}
+    moving = {"block_transfer", "reshape_and_cache"}  # without a mark for anything
+    for capability in ("avx512_bf16", "amx"):
+        assert not kernels_with_code_for(capability) & (quantized | moving | {"attend_int8"})

@@ -46,6 +46,18 @@ def test_memory_that_a_graph_keeps() -> None:
     assert graph.num_bytes == 0
 
 
+def test_a_graph_keeps_what_an_op_makes() -> None:
+    """Slots, lengths, positions and rotated tokens, which no tensor of the caller has."""
+    arguments = make_arguments("append_and_attend with rotation")
+    graph = CPUGraph()
+    with graph.capture():
+        ops.append_and_attend(**arguments)
+    sizes = [tensor.nbytes for tensor in arguments.values() if isinstance(tensor, Tensor)]
+    others = [torch.ones(size, dtype=torch.uint8) for size in sizes for _ in range(20)]
+    graph.replay()
+    assert all(bool(other.all()) and int(other.max()) == 1 for other in others)
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees which ops of torch run."""
 
@@ -119,6 +131,20 @@ def test_arguments_are_checked_at_capture() -> None:
         out = ops.linear_packed(input, packed, 32)
     graph.replay()
     assert_same_bits(out, ops.linear_packed(input, packed, 32))
+
+
+def test_results_are_zeros_until_replay() -> None:
+    """Ops of torch run at the capture: with what lay in the memory before, sampling raised now and then."""
+    rows, weight = torch.ones(20, 300), torch.ones(300)
+    freed = [torch.full((20, 300), float("nan")) for _ in range(50)]
+    del freed
+    graph = CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        results = [ops.rms_norm(rows, weight) for _ in range(20)] + [torch.empty(20, 300) for _ in range(20)]
+        torch.multinomial(torch.softmax(results[0], dim=-1), num_samples=1)
+    assert all(torch.count_nonzero(each) == 0 for each in results)
+    graph.replay()
+    assert all(torch.count_nonzero(each) == each.numel() for each in results[:20])
 
 
 def test_what_a_replay_would_miss() -> None:
@@ -312,6 +338,8 @@ WRONG_VALUES: dict[str, dict[int, list[float]]] = {
     "k_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
     "v_scale": {0: [0.0, -1.0, float("inf"), float("nan")]},
     "start_loc": {0: [-1, 1], 1: [-1, 2, INT32_MIN, INT32_MAX], 3: [0, 5, INT32_MAX]},
+    "cached_lens": {1: [-1, 33, INT32_MIN, INT32_MAX]},
+    "rotary_lens": {0: [-1, 40, INT32_MIN, INT32_MAX], 2: [39]},
     "first_positions": {2: [-1, INT32_MIN, INT32_MAX]},
     "batch_indices": {1: [3, INT32_MAX]},
     "block_tables of compute_slot_mapping": {0: [-1, 12, INT32_MIN, INT32_MAX], 5: [12]},
@@ -322,6 +350,7 @@ WRONG_VALUES: dict[str, dict[int, list[float]]] = {
     "end_blocks": {1: [-1, 5, 41, INT32_MIN, INT32_MAX]},
     "seq_lens of consecutive_block_tables": {1: [-1, 5, INT32_MIN, INT32_MAX]},
     "left_padding": {0: [-1, 5, INT32_MIN, INT32_MAX]},
+    "offsets": {0: [-1, 1], 1: [-1, 2, INT32_MIN, INT32_MAX], 3: [0, 2, 4, INT32_MAX]},
     "state_indices": {0: [-2, 6, INT32_MIN, INT32_MAX], 1: [3]},
 }
 MAY_BE_INT64 = (
@@ -334,7 +363,7 @@ MAY_BE_INT64 = (
     "first_positions",
 )
 MAY_BE_INT64 += ("batch_indices", "block_start_loc", "last_block_lens", "first_blocks", "end_blocks", "left_padding")
-MAY_BE_INT64 += ("state_indices",)
+MAY_BE_INT64 += ("state_indices", "offsets", "cached_lens", "rotary_lens")
 HOLDS_ANY_BITS = ("bitmask", "seed", "offset", "out", "num_accepted", "num_emitted")
 
 

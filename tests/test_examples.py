@@ -48,6 +48,17 @@ def test_stream():
     assert len(texts["late"]) == 10 and lines.index(texts["late"][-1]) < lines.index(texts["with"][-1])
 
 
+def test_tools(tmp_path):
+    from scripted_models import make_scripted_model
+
+    make_scripted_model(tmp_path)
+    assert run("python/examples/tools.py", str(tmp_path)).splitlines() == [
+        '[get_weather({"city": "Paris"}) is light rain in Paris]',
+        '[get_weather({"city": "Rome"}) is heavy rain in Rome]',
+        '{"city": "Rome", "rains": true}',
+    ]
+
+
 def test_chat():
     from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
 

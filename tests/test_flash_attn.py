@@ -477,7 +477,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"k_descale": torch.ones(2, 2)}, r"k_descale: expected one element, or shape \[1, 2\] .*, got shape \[2, 2\]"),
     ({"v_descale": torch.ones(2)}, r"v_descale: expected one element, or shape \[1, 2\] .*, got shape \[2\]"),
     ({"q": torch.ones(3, HEADS, HEAD_SIZE)}, "q: expected 4 dimensions, got 3"),
-    ({"q": torch.ones(1, 3, HEADS, 12)}, "q: expected heads of 16 elements, as the keys have, got 12"),
+    ({"q": torch.ones(1, 3, HEADS, 12)}, r"q: expected shape \[\*, \*, \*, 16\], got \[1, 3, 4, 12\]"),
+    ({"k": torch.ones(1, 5, KV_HEADS, 13)}, "q: expected heads of 13 elements, as the keys have, got 16"),
     ({"k": torch.ones(1, 5, 3, HEAD_SIZE)}, "v: expected shape"),
     ({"softmax_scale": torch.inf}, "softmax_scale: expected a finite number"),
     ({"window_size": (1, 2, 3)}, "window_size: expected"),
@@ -508,11 +509,11 @@ REFUSED_OF_CACHES: list[tuple[dict[str, Any], str]] = [
     ({"k": torch.ones(1, 1, KV_HEADS, HEAD_SIZE)}, "k: expected None without both k and v, got a tensor"),
     (
         {**dict(zip("kv", torch.ones(2, 1, 2, KV_HEADS, HEAD_SIZE), strict=True)), "cache_seqlens": 4},
-        "cache_seqlens: expected 0 or more, and room for the new tokens, got new tokens from 4 to 5 in caches for 5",
+        "cache_seqlens: expected 0 or more, and room for the new tokens, got 2 new tokens from 4 on in caches for 5",
     ),
     (
         {**dict(zip("kv", torch.ones(2, 1, 2, KV_HEADS, HEAD_SIZE), strict=True)), "cache_seqlens": -1},
-        "cache_seqlens: expected 0 tokens or more before those of sequence 0, got -1",
+        "cache_seqlens: expected 0 or more, and room for the new tokens, got 2 new tokens from -1 on in caches for 5",
     ),
 ]
 
@@ -550,7 +551,7 @@ def test_backward_is_refused(name: str) -> None:
     tensors = dict(zip("qkv", torch.randn(3, 1, 3, HEADS, HEAD_SIZE), strict=True))
     tensors |= {"alibi_slopes": torch.ones(HEADS), "s_aux": torch.ones(HEADS)}
     tensors[name].requires_grad_()
-    with pytest.raises(RuntimeError, match=f"^flash_attn_func: {name}: requires grad, but there is no backward"):
+    with pytest.raises(RuntimeError, match=f"^flash_attn_func: {name}: requires grad, but the ops have no backward"):
         flash_attn_func(**tensors)
     with torch.no_grad():
         flash_attn_func(**tensors)

@@ -127,11 +127,11 @@ OF_PAGED: list[Wrong] = [
     ({"rotary_sin": SIN}, "rotary_cos: expected a tensor beside rotary_sin, got None$"),
     (
         {"rotary_cos": COS, "rotary_sin": SIN[:8]},
-        r"rotary_sin: expected shape \[16, 4\], as rotary_cos has, got \[8, 4",
+        r"rotary_sin: expected shape \[16, 4\], got \[8, 4",
     ),
     (
         {"rotary_cos": COS, "rotary_sin": SIN.half()},
-        "rotary_sin: expected torch.float32, as rotary_cos has, got torch.f",
+        "rotary_sin: expected dtype float32, got float16",
     ),
     (
         {"rotary_cos": COS[:4], "rotary_sin": SIN[:4]},
@@ -142,30 +142,31 @@ OF_PAGED: list[Wrong] = [
     ({**ROTARY, "rotary_seqlens": indices(0)}, "rotary_seqlens: expected 2 elements, got 1$"),
     (
         {"cache_seqlens": indices(8, 2)},
-        "cache_seqlens: expected 0 or more, and room .*, got new tokens from 8 to 8 in ",
+        "cache_seqlens: expected 0 or more, and room .*, got 1 new tokens from 8 on in ",
     ),
     (
         {"cache_seqlens": indices(4, -1)},
-        "cache_seqlens: expected 0 or more, and room .* from -1 to -1 .* at sequence 1$",
+        "cache_seqlens: expected 0 or more, and room .* from -1 on .* at sequence 1$",
     ),
     ({"cache_seqlens": indices(4, 2**31 - 1)}, "cache_seqlens: expected 0 or more, and room for the new tokens, got "),
     ({"cache_seqlens": indices(4)}, "cache_seqlens: expected 2 elements, got 1$"),
     (
         {"cache_seqlens": 8},
-        "cache_seqlens: expected 0 or more, and room for the new tokens, got new tokens from 8 to 8 ",
+        "cache_seqlens: expected 0 or more, and room for the new tokens, got 1 new tokens from 8 on ",
     ),
     ({"block_table": indices([3, 8], [0, 5])}, "block_table: expected blocks of 0 to 7, got 8 at sequence 0, entry 1$"),
     ({"block_table": indices([8, 1], [0, 5])}, "block_table: expected blocks of 0 to 7, got 8 at sequence 0, entry 0$"),
     ({"block_table": indices([3, 1])}, r"block_table: expected shape \[2, \*\], got \[1, 2\]$"),
     ({"block_table": indices(3, 1)}, r"block_table: expected shape \[2, \*\], got \[2\]$"),
     ({"k": torch.ones(3, 1, KV_HEADS, HEAD_SIZE)}, "k: expected 2 sequences, as q has, got 3$"),
-    ({"k": torch.ones(2, 1, 1, HEAD_SIZE)}, r"k: expected heads \[2, 16\], as in k_cache, got \[1, 16\]$"),
-    ({"v": torch.ones(2, 2, KV_HEADS, HEAD_SIZE)}, r"v: expected shape \[2, 2, 16\], got \[4, 2, 16\]$"),
+    ({"k": torch.ones(2, 1, 1, HEAD_SIZE)}, r"k: expected shape \[2, 1, 2, 16\], got \[2, 1, 1, 16\]$"),
+    ({"v_cache": torch.ones(8, 4, KV_HEADS, 13)}, "v: expected heads of 13 elements, as in v_cache, got 16$"),
+    ({"v": torch.ones(2, 2, KV_HEADS, HEAD_SIZE)}, r"v: expected shape \[2, 1, 2, 16\], got \[2, 2, 2, 16\]$"),
     (
         {"q": torch.ones(2, 1, 3, HEAD_SIZE)},
         "q: expected a number of heads that is a multiple of the 2 KV heads, got 3$",
     ),
-    ({"q": torch.ones(2, 1, HEADS, 32)}, "q: expected heads of 16 elements, as the keys have, got 32$"),
+    ({"q": torch.ones(2, 1, HEADS, 32)}, r"q: expected shape \[\*, \*, \*, 16\], got \[2, 1, 4, 32\]$"),
     ({"q": torch.ones(2, 1, HEADS, HEAD_SIZE).half()}, "q: expected dtype float32, got float16$"),
     ({"softmax_scale": float("inf")}, "softmax_scale: expected a finite number of float32, got inf$"),
     ({"softcap": -1.0}, "softcap: expected 0 or a positive number of float32, got -1$"),
@@ -195,10 +196,10 @@ OF_RAGGED: list[Wrong] = [
     ),
     ({"cu_seqlens_k_new": indices(1, 3, 4)}, "cu_seqlens_k_new: expected 0 first, got 1$"),
     ({"cu_seqlens_k_new": indices(0, 4)}, "cu_seqlens_k_new: expected 3 elements, got 2$"),
-    ({"cache_seqlens": indices(4, -1)}, "cache_seqlens: expected 0 tokens or more before those of sequence 1, got -1$"),
+    ({"cache_seqlens": indices(4, -1)}, "cache_seqlens: expected 0 or more, and room .* from -1 on .* at sequence 1$"),
     ({"cu_seqlens_q": indices(0, 3, 3)}, "cu_seqlens_q: expected the number of query rows, 4, last, got 3$"),
     ({"cu_seqlens_q": indices(0, 5, 4)}, "cu_seqlens_q: expected offsets that do not decrease, got 5 and then 4"),
-    ({**ROTARY, "cu_seqlens_q": indices(0, 3, 5)}, r"cu_seqlens_q: expected at most 4 \(rows of q\) last, got 5$"),
+    ({**ROTARY, "cu_seqlens_q": indices(0, 3, 5)}, r"cu_seqlens_q: expected at most 4 \(rows\) last, got 5$"),
 ]
 OF_CACHES = [
     (make, *wrong)

@@ -345,3 +345,32 @@ def test_what_a_batch_says_of_itself_is_checked(extra: dict[str, Any]) -> None:
         flash_attn_varlen_func(q, k, v, starts([3]), block_table=table, seqused_k=used, **extra)
     with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: block_table: expected blocks of 0 to 1"):
         flash_attn_varlen_func(q, k, v, starts([2]), block_table=table + 1, seqused_k=used, **extra)
+
+
+def test_append_behind_padding_to_sequences_apart() -> None:
+    """To a cache whose sequences do not lie side by side, with positions that count the padding."""
+    q, k, v = torch.randn(3, 1, HEADS, 16), *torch.randn(2, 3, 1, KV_HEADS, 16)
+    cos, sin = torch.rand(2, 12, 8)
+    step = {"k": k, "v": v, "rotary_cos": cos, "rotary_sin": sin, "causal": True}
+    step |= {"cache_seqlens": torch.tensor([4, 3, 7]), "cache_leftpad": torch.tensor([2, 0, 7])}
+    dense = torch.randn(2, 3, 9, KV_HEADS, 16)
+    apart = torch.cat([dense, dense.new_full((2, 3, 2, KV_HEADS, 16), torch.nan)], 2)[:, :, :9]
+    unpadded = dense.clone()
+    flash_attn_with_kvcache(q, *unpadded, **step | {"cache_leftpad": None})
+    expected = flash_attn_with_kvcache(q, *dense, **step)
+    assert_same_bits(flash_attn_with_kvcache(q, *apart, **step), expected)
+    assert_same_bits(apart.contiguous(), dense)
+    assert_same_bits(dense, unpadded)
+
+
+def test_rotation_with_scales_by_head() -> None:
+    """Of an fp8 cache, where queries and new keys become fp32 and the cosines are of their 16 bits."""
+    q, k, v = torch.randn(2, 1, HEADS, 16).half(), *torch.randn(2, 2, 1, KV_HEADS, 16).half()
+    cos, sin = torch.rand(2, 12, 8).half()
+    caches = torch.randn(2, 2, 9, KV_HEADS, 16).to(torch.float8_e4m3fn)
+    step = {"k": k, "v": v, "rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": 4, "causal": True}
+    one = flash_attn_with_kvcache(q, *caches.clone(), **step, k_descale=torch.tensor(0.5), v_descale=torch.tensor(0.5))
+    by_head = torch.full((2, KV_HEADS), 0.5)
+    by_head[1, 1] = 0.5 + 2**-20  # another number, and the same result
+    each = flash_attn_with_kvcache(q, *caches.clone(), **step, k_descale=by_head, v_descale=by_head)
+    torch.testing.assert_close(each, one, atol=5e-3, rtol=5e-3)

@@ -111,6 +111,19 @@ def test_default_scales() -> None:
             assert_close_to_reference(result, wanted)
 
 
+def test_rope_of_positions_within_and_beyond_what_is_kept() -> None:
+    """Cosines are kept for positions of before. A graph computes its own, of the same bits."""
+    q, k = qk()
+    for largest in (5, 1023, 1024, 3000, 2000, 2**16 + 3, 7, -1, 3000):
+        positions = torch.full((len(q),), largest, dtype=torch.int32)
+        graph = CPUGraph()
+        with torch.inference_mode(), graph.capture():
+            captured = flashinfer.apply_rope_pos_ids(q, k, positions)
+        graph.replay()
+        for result, wanted in zip(flashinfer.apply_rope_pos_ids(q, k, positions), captured, strict=True):
+            assert_same_bits(result, wanted)
+
+
 @pytest.mark.parametrize("flat", [True, False])
 def test_rope_of_a_cache(flat: bool) -> None:
     """Not in place: query and key stay, and the results have their shapes."""

@@ -36,6 +36,7 @@ from pagedattn_serve.vllm_arguments import (
     ENGINE_NAMES,
     FORM_ARGUMENTS,
     NONE_IS_DEFAULT,
+    POOLING_ARGUMENTS,
     PROMPT_ARGUMENTS,
     SAMPLING_ARGUMENTS,
     SAMPLING_NAMES,
@@ -54,6 +55,7 @@ TABLES: dict[str, tuple[Mapping[str, Argument], Callable[..., Any]]] = {
     "LLM.generate": (CALL_ARGUMENTS, lambda **one: refuse(one, CALL_ARGUMENTS, "LLM.generate")),
     "LLM.chat": (CHAT_ARGUMENTS, lambda **one: refuse(one, CHAT_ARGUMENTS, "LLM.chat")),
     "LLM.beam_search": (BEAM_SEARCH_ARGUMENTS, lambda **one: refuse(one, BEAM_SEARCH_ARGUMENTS, "LLM.beam_search")),
+    "LLM.embed and LLM.score": (POOLING_ARGUMENTS, lambda **one: refuse(one, POOLING_ARGUMENTS, "LLM.embed")),
     "Prompts": (PROMPT_ARGUMENTS, lambda **one: refuse(one, PROMPT_ARGUMENTS, "prompt")),
     "AsyncLLMEngine.from_engine_args": (
         ASYNC_ENGINE_ARGUMENTS,
@@ -164,6 +166,10 @@ def test_engine_arguments_of_other_names(of_vllm: dict[str, Any], here: dict[str
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "num_speculative_tokens: expected"),
         ({"quantization": "awq"}, "quantization: expected None, .*leave it out for a quantized checkpoint"),
         ({"distributed_executor_backend": "uni", "tensor_parallel_size": 2}, "distributed_executor_backend: expected"),
+        (
+            {"distributed_executor_backend": "uni", "pipeline_parallel_size": 2},
+            "distributed_executor_backend: expected",
+        ),
     ],
 )
 def test_what_no_option_can_say(of_vllm: dict[str, Any], message: str) -> None:

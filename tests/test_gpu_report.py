@@ -11,11 +11,14 @@ import sys
 import tarfile
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from server_process import WAIT_SECONDS, children_of, is_running, wait_for
 from warm_python import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,54 +41,63 @@ def summary(out: Path) -> Any:
     return json.loads((out / "summary.json").read_text())
 
 
-def is_running(pid: int) -> bool:
-    """A process that has ended and waits for its parent is none."""
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+@pytest.fixture
+def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, Path, str], None]:
+    """jump(seconds, log, word): so much later it is for the report and its commands, once the log has the word."""
+    import gpu.commands
+    import gpu_report
+
+    def jump(seconds: float, log: Path, word: str) -> None:
+        def monotonic() -> float:
+            return time.monotonic() + seconds * (log.exists() and word in log.read_text())
+
+        for module in (gpu.commands, gpu_report):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+
+    return jump
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_late_is_killed_with_what_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_late_is_killed_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[float, Path, str], None]
+) -> None:
     import gpu.commands
 
     monkeypatch.setattr(gpu.commands, "GRACE_SECONDS", 0.2)
-    deaf = (
-        "import signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "print(subprocess.Popen(['sleep', '60']).pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    started = time.monotonic()
-    commands = [command("late", "-c", deaf, seconds=1.5), command("good", "-c", "print('there')")]
+    jump(100, tmp_path / "late.log", "\n\n")
+    deaf = ["sh", "-c", "trap '' INT; sleep 3600 & echo $!; echo; sleep 3600"]
+    commands = [gpu.commands.Command("late", deaf, 100), command("good", "-c", "print('there')", seconds=3600)]
     outcomes = {outcome["name"]: outcome for outcome in gpu.commands.run_together(commands, tmp_path)}
-    assert time.monotonic() - started < 50
     assert (outcomes["late"]["status"], outcomes["good"]["status"]) == ("timed out", "passed")
-    assert outcomes["late"]["seconds"] >= 1.5 and outcomes["late"]["exit_status"] == -9
-    child = int((tmp_path / "late.log").read_text().splitlines()[-1])
-    assert not is_running(child)
+    assert outcomes["late"]["seconds"] >= 100 and outcomes["late"]["exit_status"] == -9
+    child = int((tmp_path / "late.log").read_text().splitlines()[-2])
+    wait_for(lambda: not is_running(child))
     assert (tmp_path / "good.log").read_text().endswith("\nthere\n")
 
 
 def test_what_a_command_leaves_behind_is_killed(tmp_path: Path) -> None:
     import gpu.commands
 
-    leaves = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    leaves = "import subprocess; print(subprocess.Popen(['sleep', '3600']).pid, flush=True)"
     [outcome] = gpu.commands.run_together([command("leaves", "-c", leaves)], tmp_path)
     assert outcome["status"] == "passed"
     child = int((tmp_path / "leaves.log").read_text().splitlines()[-1])
-    time.sleep(0.1)
-    assert not is_running(child)
+    wait_for(lambda: not is_running(child))
 
 
-def test_a_late_pytest_leaves_its_results(tmp_path: Path) -> None:
+def test_a_late_pytest_leaves_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[float, Path, str], None]
+) -> None:
     import gpu.commands
 
+    monkeypatch.setattr(gpu.commands, "GRACE_SECONDS", 120)
+    jump(130, tmp_path / "it.log", "::test_slow")
     (tmp_path / "test_it.py").write_text(
-        "import time\ndef test_fast(): pass\ndef test_wrong(): assert False\ndef test_slow(): time.sleep(60)\n"
+        "import time\ndef test_fast(): pass\ndef test_wrong(): assert False\ndef test_slow(): time.sleep(3600)\n"
     )
-    late = command("it", *PYTEST, tmp_path / "test_it.py", seconds=12)
+    late = command("it", *PYTEST, tmp_path / "test_it.py", seconds=120)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts a command in the background
     [outcome] = gpu.commands.run_together([late], tmp_path)
     signal.signal(signal.SIGINT, handler)
@@ -173,14 +185,14 @@ def test_a_test_that_hangs_ends_its_process(tmp_path: Path, monkeypatch: pytest.
     from gpu.commands import Command, run_together
 
     monkeypatch.setattr(gpu.steps, "TEST_SECONDS", 1)
-    (tmp_path / "test_it.py").write_text("import time\ndef test_slow(): time.sleep(60)\ndef test_next(): pass\n")
+    (tmp_path / "test_it.py").write_text("import time\ndef test_slow(): time.sleep(3600)\ndef test_next(): pass\n")
     options = [gpu.steps.time_limit_options()]
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pytest_timeout" else find_spec(name))
     options.append(gpu.steps.time_limit_options())
     assert "--timeout" not in options[1]
     argv = [sys.executable, *PYTEST, str(tmp_path / "test_it.py")]
-    commands = [Command(f"limit-{i}", [*argv, *limit], 30) for i, limit in enumerate(options)]
+    commands = [Command(f"limit-{i}", [*argv, *limit], 240) for i, limit in enumerate(options)]
     for outcome in run_together(commands, tmp_path):
         log = (tmp_path / f"{outcome['name']}.log").read_text()
         assert (outcome["status"], outcome["counts"]) == ("failed", {"unfinished": 1}), log
@@ -293,26 +305,28 @@ def test_the_archive_is_written_while_commands_run(tmp_path: Path, monkeypatch: 
     )
     (tmp_path / "wait.py").write_text(wait)
     (tmp_path / "out").mkdir()
-    late = command("late", tmp_path / "wait.py", seconds=20)
+    late = command("late", tmp_path / "wait.py", seconds=240)
     assert run(tmp_path / "out", {"versions": [[command("early", "-c", "print('done')")], [late]]}, pack=pack)
 
 
-def test_a_budget_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[float, Path, str], None]
+) -> None:
     """What does not fit any more is named, and what comes after it, and fits, is run."""
     import gpu.commands
     import gpu_report
 
     for module in (gpu.commands, gpu_report):
-        monkeypatch.setattr(module, "GRACE_SECONDS", 0.5)
-    slow = command("slow", "-c", "import time; time.sleep(60)", seconds=4)
-    too_long, short = command("too-long", "-c", "", seconds=20), command("short", "-c", "", seconds=0.01)
-    started = time.monotonic()
-    assert not run(tmp_path, {"suite": [[too_long], [slow]], "engine": [[slow]], "targets": [[short]]}, seconds=3.5)
-    assert time.monotonic() - started < 50
+        monkeypatch.setattr(module, "GRACE_SECONDS", 500)
+    jump(3001, tmp_path / "slow.log", "$ ")
+    slow = command("slow", "-c", "import time; time.sleep(3600)", seconds=4000)
+    too_long, short = command("too-long", "-c", "", seconds=20_000), command("short", "-c", "", seconds=10)
+    assert not run(tmp_path, {"suite": [[too_long], [slow]], "engine": [[slow]], "targets": [[short]]}, seconds=3500)
     steps = summary(tmp_path)["steps"]
     assert [outcome["status"] for outcome in steps["suite"]] == ["not run", "timed out"]
     assert [outcome["status"] for outcome in steps["engine"]] == ["not run"]
-    assert re.fullmatch(r"[23] s of the budget were left, of 20 s that it may take", steps["suite"][0]["reason"])
+    reason = r"(29..|3000) s of the budget were left, of 20000 s that it may take"
+    assert re.fullmatch(reason, steps["suite"][0]["reason"])
 
 
 def test_a_smoke_of_which_nothing_passes_is_the_end(
@@ -336,23 +350,25 @@ def test_a_smoke_of_which_nothing_passes_is_the_end(
     assert "\nnothing of smoke passed: the steps after it are left out\n" in printed and "\nnot run: suite\n" in printed
 
 
+def sleeps(pid: int) -> bool:
+    """Whether the process is that program already."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep\x00")
+
+
 def test_a_terminated_report_leaves_its_results_and_no_command(tmp_path: Path) -> None:
     program = (
         "import signal, sys; sys.path.insert(0, 'bench'); import gpu_report, gpu.commands\n"
-        "sleep = gpu.commands.Command('sleep', ['sleep', '61.25'], 60)\n"
+        "sleep = gpu.commands.Command('sleep', ['sleep', '3600'], 3600)\n"
         "for name in gpu_report.STEPS: gpu_report.STEPS[name] = lambda work: (group for group in [[sleep]])\n"
         f"sys.argv[1:] = ['--out', {str(tmp_path)!r}, '--pack', {str(tmp_path / 'pack/all.tar.gz')!r}]\n"
         "sys.exit(gpu_report.main())\n"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    while not (tmp_path / "sleep.log").exists():
-        time.sleep(0.05)
-    time.sleep(0.5)
+    wait_for(lambda: any(map(sleeps, children_of(process.pid))))
+    [child] = children_of(process.pid)
     process.terminate()
-    printed, _ = process.communicate(timeout=30)
-    assert process.returncode == 128 + 15
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline")]
-    assert b"sleep\x0061.25\x00" not in commands
+    printed, _ = process.communicate(timeout=WAIT_SECONDS)
+    assert process.returncode == 128 + 15 and not is_running(child)
     assert "\n==== summary\n" in printed
     with tarfile.open(tmp_path / "pack/all.tar.gz") as archive:
         assert sorted(archive.getnames()) == ["sleep.log", "summary.json", "summary.txt"]

@@ -1,11 +1,9 @@
 """The command that says which tests guard a file."""
 
-import subprocess
-import sys
-
 import guards
 import pytest
 from mutants.run import ROOT
+from warm_python import run_python
 
 
 @pytest.mark.parametrize(
@@ -28,11 +26,10 @@ def test_where_a_file_lies_says_who_tests_it(file: str, expected: str) -> None:
 
 def test_planted_bugs_come_with_their_tests() -> None:
     mutant = next(mutant for mutant in guards.all_mutants() if not mutant.needs_build)
-    command = [sys.executable, guards.__file__, ROOT / mutant.files[0]]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert f"{' '.join(mutant.pytest_arguments)}  # {mutant.name}" in done.stdout.splitlines()
+    done = run_python(guards.__file__, ROOT / mutant.files[0])
+    assert f"{' '.join(mutant.pytest_arguments)}  # {mutant.name}" in done.stdout.splitlines(), done.stderr
 
 
 def test_a_file_that_is_not_there() -> None:
-    done = subprocess.run([sys.executable, guards.__file__, "none.py"], capture_output=True, text=True, check=False)
+    done = run_python(guards.__file__, "none.py")
     assert done.returncode == 2 and "FILE: expected a file in" in done.stderr

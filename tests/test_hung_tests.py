@@ -48,7 +48,7 @@ def run(directory: Path, tests: str, *names: str) -> tuple[int, str]:
     (directory / "pytest.ini").write_text("[pytest]\ntimeout = 300\naddopts = -q -p hung_tests -p no:cacheprovider\n")
     command = [sys.executable, "-m", "pytest", *(f"test_hanging.py::{name}" for name in names)]
     environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=240)
     return done.returncode, done.stdout
 
 

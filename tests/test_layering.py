@@ -27,21 +27,34 @@ KNOWS: dict[str, set[str]] = {
     "data": set(),  # what users give and get, with its checks
     "scheduling": {"data"},
     "sampling": {"data"},
+    "output_parsing": {"data", "sampling"},
     "models": {"data", "pagedattn_ext"},
     "loading": {"data", "models"},
     "text": {"data", "loading"},
     "requests": {"data", "scheduling", "sampling", "text", "loading"},
     "execution": {"data", "scheduling", "sampling", "loading", "models", "pagedattn_ext"},
     "distributed": {"data", "scheduling", "execution", "loading", "models", "pagedattn_ext"},
-    "engine": {"data", "scheduling", "text", "requests", "execution", "distributed", "loading", "models"}
+    "engine": {
+        "data",
+        "scheduling",
+        "text",
+        "output_parsing",
+        "requests",
+        "execution",
+        "distributed",
+        "loading",
+        "models",
+    }
     | {"pagedattn_ext"},
+    "verification": {"data", "scheduling", "sampling", "execution", "models", "engine"},
     "async_engine": {"data", "text", "requests", "distributed", "engine"},
-    "server.http": {"data", "async_engine"},
-    "server.openai": {"data", "text", "async_engine", "server.http"},
+    "server.http": {"data", "output_parsing", "async_engine"},
+    "server.openai": {"data", "text", "output_parsing", "async_engine", "server.http"},
     "simulate": {"data", "scheduling"},
     "doors": {
         "data",
         "text",
+        "output_parsing",
         "requests",
         "loading",
         "execution",
@@ -50,11 +63,11 @@ KNOWS: dict[str, set[str]] = {
         "async_engine",
         "server.http",
     }
-    | {"server.openai", "simulate"},
+    | {"server.openai", "simulate", "verification"},
 }
 # Of modules that lie in no package of a room's name. All others of pagedattn_serve are "engine".
 ROOM_OF = {
-    **dict.fromkeys(("errors", "config", "options", "engine_args", "sampling_params"), "data"),
+    **dict.fromkeys(("errors", "config", "options", "engine_args", "sampling_params", "pooling_params"), "data"),
     **dict.fromkeys(("structured_output", "outputs", "progress", "environment", "vllm_arguments"), "data"),
     **dict.fromkeys(("", "__main__", "cli", "ray_serve"), "doors"),
 }
@@ -65,7 +78,7 @@ WALLS: dict[str, set[str]] = {
     "distributed": {"pagedattn_serve.scheduling.scheduler", "pagedattn_serve.scheduling.block_manager"},
 }
 OUTSIDE = {"torch", "pagedattn_ext"}  # below all; the second imports the first
-TORCH_FREE = {"data", "scheduling", "sampling", "text", "simulate"}
+TORCH_FREE = {"data", "scheduling", "sampling", "output_parsing", "text", "simulate"}
 LOADS_WITHOUT_TORCH = {"pagedattn_serve.cli", "pagedattn_serve.cli.commands", "pagedattn_simulate.cli"}  # for --help
 
 # A family of ops is a room of csrc/ and a file of Python functions.

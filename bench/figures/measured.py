@@ -99,7 +99,14 @@ def preemption(effort: Effort) -> Figure:
         config = transformers.AutoConfig.from_pretrained(directory)
         start = partial(LLMEngine, directory, device="cpu", **engine_options("float32"))
         setting = Setting(
-            start, MAX_LEN, config.vocab_size, experiment.num_requests[0], 3 if effort.is_full else 1, SEED
+            directory,
+            "float32",
+            start,
+            MAX_LEN,
+            config.vocab_size,
+            experiment.num_requests[0],
+            3 if effort.is_full else 1,
+            SEED,
         )
         for row in experiment.measure(setting):
             if row.series == "swap":

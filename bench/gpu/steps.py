@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import sys
-import sysconfig
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +107,7 @@ class Work:
         return "cuda" if self.device == "cuda" else "cpu"
 
     def python(self, name: str, arguments: Sequence[str], seconds: float, without: Sequence[str] = ()) -> Command:
-        path = [str(self.out / "wheel")] if self.wheel else [str(ROOT / "src"), str(ROOT / "python")]
+        path = [str(self.out / "wheel" if self.wheel else ROOT / "src"), str(ROOT / "python")]
         path += filter(None, [os.environ.get("PYTHONPATH")])
         environment = {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed there
@@ -166,7 +165,7 @@ class Work:
         if self.wheel:
             unpack = [sys.executable, "-m", "zipfile", "-e", str(self.wheel), str(self.out / "wheel")]
             yield [Command("unpack", unpack, 60)]
-        elif not (ROOT / "src/pagedattn_ext" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}").exists():
+        elif not (ROOT / "src/pagedattn_ext/_C.abi3.so").exists():
             folder = f"build/cmake-{sys.implementation.cache_tag}"
             configure = ["cmake", "-S", ".", "-B", folder, "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
             yield [Command("configure", configure, 60)]

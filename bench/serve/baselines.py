@@ -27,6 +27,7 @@ GREEDY = SamplingParams(temperature=0)
 class BaselineRun(Run):
     mean_batch_size: float  # requests in a step
     used_slots: float  # share of all slots that holds tokens; mean of all steps
+    normalized_latency: float  # seconds until a request is told, for each of its tokens; mean of all requests
 
 
 def make_systems(engine: LLMEngine) -> dict[str, Callable[[], ReservingSystem]]:
@@ -49,7 +50,7 @@ def serve_baseline(engine: LLMEngine, system: ReservingSystem, requests: list[Re
     waiting = [SimulatedRequest(0.0, request.prompt_token_ids, request.max_tokens) for request in requests]
     for request in waiting:
         system.add(request)
-    batch_sizes, used = [], []
+    batch_sizes, used, latencies = [], [], []
     cpu_started, started = time.process_time(), time.monotonic()
     while system.begin_step() is not None:
         batch = ScheduledBatch()
@@ -62,7 +63,7 @@ def serve_baseline(engine: LLMEngine, system: ReservingSystem, requests: list[Re
                 first = row.first_slot // manager.block_size
                 tables[sequence] = [*range(first, first + row.num_slots // manager.block_size)]
             if sequence.num_tokens <= row.num_slots:  # else its row is full, and it waits for the batch
-                manager.table_array.write(len(batch.sequences), 0, tables[sequence])
+                manager.table_array.write(0, len(batch.sequences), 0, tables[sequence])
                 batch.sequences.append(ScheduledSequence(sequence, sequence.num_uncomputed_tokens, num_samples=1))
         batch_sizes.append(system.num_running)
         used.append(system.memory().used)
@@ -70,8 +71,11 @@ def serve_baseline(engine: LLMEngine, system: ReservingSystem, requests: list[Re
         for scheduled, token_id in zip(batch.sequences, token_ids, strict=True):
             scheduled.sequence.num_computed_tokens += scheduled.num_new_tokens
             scheduled.sequence.output_token_ids.append(token_id)
-        system.end_step(0.0)
+        now = time.monotonic() - started
+        latencies += [now / request.num_output_tokens for request in system.end_step(0.0).finished]
     seconds, cpu_seconds = time.monotonic() - started, time.process_time() - cpu_started
     outputs = [sequences[request, 0].output_token_ids[: request.num_output_tokens] for request in waiting]
     num_slots = manager.num_blocks * manager.block_size
-    return BaselineRun(seconds, cpu_seconds, outputs, mean(batch_sizes), mean(used) / num_slots)
+    return BaselineRun(
+        seconds, cpu_seconds, outputs, mean(batch_sizes), mean(used) / num_slots, normalized_latency=mean(latencies)
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy
@@ -19,6 +19,7 @@ from harness import draw_bars, print_table
 from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_simulate.systems.system import ReservingSystem
 from serve.baselines import BaselineRun, make_systems, serve_baseline
+from serve.peers import BatchedRun, generate_in_batches, load_model
 from serve.run import Run, ServedRun, Server, percentiles, warm_server
 from serve.workloads import WORKLOADS, Request, make_requests
 
@@ -37,6 +38,8 @@ PREFIXES = {80: "1.67x", 341: "3.58x"}  # tokens that all prompts begin with; th
 MAX_LEN = 2048  # tokens of prompt and output, as in the paper
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 CACHE, SMALL_CACHE = 8192, 1024  # slots
+SHORT, MAX_SHORT_LEN, SHORT_BLOCK = {"mean_input": 20, "mean_output": 42}, MAX_LEN // 8, 8  # an eighth of ShareGPT
+TWO_SHORT, EIGHT_SHORT = 2 * MAX_SHORT_LEN, 8 * MAX_SHORT_LEN  # slots
 SWAP_SPACE = 0.125  # GiB; more than is needed
 LONG_PROMPT, NEWCOMER = 30_000, 20  # tokens
 COMPUTED = (0, 10_000, 20_000, 27_000)  # of the long prompt, when steps are measured
@@ -45,7 +48,9 @@ NUM_SETTLING_STEPS, NUM_STEPS = 40, 150
 
 @dataclass(frozen=True)
 class Setting:
-    make_engine: Callable[..., LLMEngine]  # takes more arguments of LLMEngine by name
+    model: str  # a directory
+    dtype: str
+    make_engine: Callable[..., LLMEngine]  # of the model, takes more arguments of LLMEngine by name
     max_model_len: int
     vocab_size: int
     num_requests: int
@@ -236,19 +241,52 @@ def measure_block_sizes(setting: Setting) -> Iterator[Row]:
 
 
 def measure_baselines(setting: Setting) -> Iterator[Row]:
-    """The engine beside the systems of the paper, all with one cache. Outputs have to be the same."""
+    """The engine beside the systems of the paper, all with one cache. Outputs have to be the same.
+
+    The cache has room for two of the longest sequences, so that memory binds. The weights lie outside of the CPU's
+    caches, so that a larger batch saves reads of them; such a model is slow, and so requests are short."""
     engine = setting.make_engine(
-        max_model_len=setting.max_model_len, num_blocks=CACHE // 16, enable_prefix_caching=False
+        max_model_len=setting.max_model_len,
+        num_blocks=TWO_SHORT // SHORT_BLOCK,
+        block_size=SHORT_BLOCK,
+        enable_prefix_caching=False,
     )
     baselines = {name: partial(serve_with, engine, make) for name, make in make_systems(engine).items()}
-    for workload in WORKLOADS:
-        runs = take_turns(
-            {"paged": warm_server(engine), **baselines}, partial(setting.draw, workload), setting.num_rounds
-        )
-        for name, of_system in runs.items():
-            if any(run.token_ids != ours.token_ids for run, ours in zip(of_system, runs["paged"], strict=True)):
-                raise RuntimeError(f"{name}: expected the engine's tokens, got others")
-        yield from compare(workload, runs, "paged", {"mean batch": "mean_batch_size", "used slots": "used_slots"})
+    draw = partial(setting.draw, "sharegpt", **SHORT)
+    runs = take_turns({"paged": warm_server(engine), **baselines}, draw, setting.num_rounds)
+    for name, of_system in runs.items():
+        if any(run.token_ids != ours.token_ids for run, ours in zip(of_system, runs["paged"], strict=True)):
+            raise RuntimeError(f"{name}: expected the engine's tokens, got others")
+    numbers = {"s/token": "normalized_latency", "mean batch": "mean_batch_size", "used slots": "used_slots"}
+    yield from compare("an eighth of sharegpt", runs, "paged", numbers)
+
+
+def measure_transformers(setting: Setting) -> Iterator[Row]:
+    """The engine beside `generate`, which has as many rows as the same cache holds of the longest sequences, or one.
+    `generate` gets the first requests alone: how many come does not change how fast it is.
+
+    Tokens a step, over the 1 of one row, is the bound by a count: so many times as fast were a step that took as long
+    with many rows as with one, that is, whose only cost is to read the weights."""
+    model = load_model(setting.model, setting.dtype)
+    engine = setting.start(num_blocks=EIGHT_SHORT // SHORT_BLOCK, block_size=SHORT_BLOCK, enable_prefix_caching=False)
+    num_rows = EIGHT_SHORT // MAX_SHORT_LEN
+
+    def generate(requests: list[Request], batch_size: int) -> BatchedRun:
+        return generate_in_batches(model, batch_size, requests[: 2 * num_rows])
+
+    contenders = {
+        "generate, one by one": partial(generate, batch_size=1),
+        f"generate, padded batches of {num_rows}": partial(generate, batch_size=num_rows),
+        "engine": engine,
+    }
+    runs = take_turns(contenders, partial(setting.draw, "sharegpt", **SHORT), setting.num_rounds)
+    for row in compare("an eighth of sharegpt", runs, "generate, one by one", {"tokens a step": "tokens_per_step"}):
+        is_same = [
+            theirs == mine
+            for run, ours in zip(row.runs, runs["engine"], strict=True)
+            for theirs, mine in zip(run.token_ids, ours.token_ids, strict=False)
+        ]
+        yield replace(row, numbers={**row.numbers, "same output": mean(is_same)})
 
 
 def serve_with(engine: LLMEngine, make_system: Callable[[], ReservingSystem], requests: list[Request]) -> BaselineRun:
@@ -343,10 +381,20 @@ EXPERIMENTS = {
         num_requests=(32, 4),
     ),
     "baselines": Experiment(
-        f"the paper's systems, {CACHE} slots",
+        f"the paper's systems, {TWO_SHORT} slots",
         measure_baselines,
-        {**RATES, "mean batch": "{:.1f}", "used slots": "{:.1%}"},
-        num_requests=(32, 4),
+        {**RATES, "s/token": "{:.3f}", "mean batch": "{:.1f}", "used slots": "{:.1%}"},
+        num_requests=(96, 40),
+        shape="small",
+        max_len=MAX_SHORT_LEN,
+    ),
+    "transformers": Experiment(
+        f"beside generate, {EIGHT_SHORT} slots",
+        measure_transformers,
+        {**RATES, "tokens a step": "{:.1f}", "same output": "{:.0%}"},
+        num_requests=(320, 160),
+        shape="small",
+        max_len=MAX_SHORT_LEN,
     ),
     "long-prompt": Experiment(
         f"time between tokens beside a prompt of {LONG_PROMPT:,} tokens",

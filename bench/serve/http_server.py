@@ -185,7 +185,11 @@ def print_rows(rows: Sequence[Row]) -> None:
         per_second = [f"{numbers[f'{name}_tokens_per_s']:.0f}" for name in ("generate", "server")]
         cpu = [f"{numbers[f'{name}_cpu_us']:.0f}" for name in ("generate", "server", "client")]
         rates.append([title, *per_second, f"{numbers['ratio']:.1%}", f"{numbers['same_texts']:.0%}", *cpu])
-        ms = [f"{ms:.1f}" for name in ("first_event_ms", "between_events_ms") for ms in numbers[name].values()]
+        ms = [
+            "-" if ms is None else f"{ms:.1f}"
+            for name in ("first_event_ms", "between_events_ms")
+            for ms in numbers[name].values()
+        ]
         latencies.append([title, *ms, f"{numbers['tokens_per_event']:.2f}"])
     print_table(rates)
     print_table(latencies)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -30,10 +31,27 @@ class Loaded(NamedTuple):
     settings: str  # in words
 
 
+@dataclass(frozen=True)
+class BatchedRun(Run):
+    num_steps: int
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.num_output_tokens / self.num_steps
+
+
 def measure(generate: Callable[[], list[list[int]]]) -> Run:
     cpu_started, started = time.process_time(), time.monotonic()
     token_ids = generate()
     return Run(time.monotonic() - started, time.process_time() - cpu_started, token_ids)
+
+
+def generate_in_batches(model: Any, batch_size: int, requests: list[Request]) -> BatchedRun:
+    """In order of arrival. Each batch is padded to its longest prompt, and runs as long as its longest output."""
+    run = measure(lambda: generate_static(model, requests, batch_size))
+    batches = [requests[begin : begin + batch_size] for begin in range(0, len(requests), batch_size)]
+    num_steps = sum(max(request.max_tokens for request in batch) for batch in batches)
+    return BatchedRun(run.seconds, run.cpu_seconds, run.token_ids, num_steps)
 
 
 def generate_static(model: Any, requests: list[Request], batch_size: int) -> list[list[int]]:
@@ -83,13 +101,15 @@ def serve_continuous(model: Any, batch_size: int, page_size: int, requests: list
         return measure(generate)
 
 
+def load_model(model: str, dtype: str, device: str = "cpu") -> Any:
+    hf_model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
+    hf_model.generation_config.eos_token_id = None  # as with ignore_eos
+    return hf_model.to(device)
+
+
 def load_peers(model: str, dtype: str, device: str = "cpu") -> dict[str, System]:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it calls a missing psutil an error
-
-    def load() -> Any:
-        hf_model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype, attn_implementation="sdpa")
-        hf_model.generation_config.eos_token_id = None  # as with ignore_eos
-        return hf_model.to(device)
+    load = partial(load_model, model, dtype, device)
 
     @cache
     def load_paged() -> Any:
@@ -105,7 +125,7 @@ def load_peers(model: str, dtype: str, device: str = "cpu") -> dict[str, System]
         return serve_continuous(load_paged(), PAGED_BATCH_SIZE, PAGED_PAGE_SIZE, requests)
 
     def static(batch_size: int) -> System:
-        return lambda requests: measure(lambda: generate_static(hf_model, requests, batch_size))
+        return partial(generate_in_batches, hf_model, batch_size)
 
     return {
         "generate, one by one": static(1),

@@ -1,4 +1,4 @@
-"""One rank of several threads beside as many ranks of one thread each, which share the model: tensor parallel."""
+"""One rank of several threads beside as many ranks of one thread each: tensor parallel, and pipeline parallel."""
 
 import argparse
 import tempfile
@@ -42,11 +42,17 @@ def compare_ranks(args: argparse.Namespace, facts: dict[str, object]) -> None:
     with tempfile.TemporaryDirectory() as model:
         make_model(args.shape, args.seed, model)
         one = warm_server(LLMEngine(model, device="cpu", **options))
-        several = warm_server(LLMEngine(model, device="cpu", tensor_parallel_size=args.threads, **options))
-        systems = {"engine": on_threads(args.threads, one), "ranks": on_threads(1, several)}
+        ranks = warm_server(LLMEngine(model, device="cpu", tensor_parallel_size=args.threads, **options))
+        stages = warm_server(LLMEngine(model, device="cpu", pipeline_parallel_size=args.threads, **options))
+        systems = {"engine": on_threads(args.threads, one), "ranks": on_threads(1, ranks)}
+        systems["stages"] = on_threads(1, stages)
         runs = run_in_turns(systems, requests, args.rounds)
     rows = compare(runs)
-    names = {"engine": f"1 rank of {args.threads} threads", "ranks": f"{args.threads} ranks of 1 thread"}
+    names = {
+        "engine": f"1 rank of {args.threads} threads",
+        "ranks": f"{args.threads} ranks of 1 thread",
+        "stages": f"{args.threads} stages of 1 thread",
+    }
     table = [[f"{args.workload}, {args.format}; median of {args.rounds}", "tokens/s", "of 1 rank", "same tokens"]]
     for name, row in rows.items():
         shares = [f"{1 / row['ratio']:.2f}x", f"{same_tokens(runs['engine'][0], runs[name][0]):.0%}"]

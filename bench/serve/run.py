@@ -54,6 +54,10 @@ class RequestTimes:
     first_token: float
     finished: float
 
+    @property
+    def normalized(self) -> float:
+        return (self.finished - self.arrival) / self.num_output_tokens
+
 
 @dataclass(frozen=True)
 class ServedRun(Run):
@@ -66,6 +70,10 @@ class ServedRun(Run):
     @property
     def peak_used_blocks(self) -> int:
         return max(step.num_used_blocks for step in self.steps)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.num_output_tokens / len(self.steps)
 
     @property
     def shared_blocks(self) -> float:
@@ -82,6 +90,11 @@ class ServedRun(Run):
     def used_slots(self) -> float:
         """Slots in use, as a share of all slots; mean of all steps."""
         return mean(step.num_used_slots for step in self.steps) / (self.after.num_blocks * self.block_size)
+
+    @property
+    def normalized_latency(self) -> float:
+        """Seconds from a request's arrival to its end, for each of its tokens; mean of all requests."""
+        return mean(times.normalized for times in self.requests)
 
     @property
     def mean_batch_size(self) -> float:
@@ -196,8 +209,10 @@ def warm_server(engine: LLMEngine) -> Server:
     return server
 
 
-def percentiles(values: list[float], *ranks: int) -> dict[str, float]:
-    return {f"p{rank}": float(value) for rank, value in zip(ranks, numpy.percentile(values, ranks), strict=True)}
+def percentiles(values: list[float], *ranks: int) -> dict[str, float | None]:
+    """By rank ("p50"); None each where there is no value."""
+    found = map(float, numpy.percentile(values, ranks)) if values else [None] * len(ranks)
+    return {f"p{rank}": value for rank, value in zip(ranks, found, strict=True)}
 
 
 def host_time(steps: list[Step]) -> dict[str, Any]:
@@ -212,7 +227,7 @@ def host_time(steps: list[Step]) -> dict[str, Any]:
 
 
 def summarize(run: ServedRun) -> dict[str, Any]:
-    normalized = [(times.finished - times.arrival) / times.num_output_tokens for times in run.requests]
+    normalized = [times.normalized for times in run.requests]
     to_first = [times.first_token - times.arrival for times in run.requests]
     between = [(times.finished - times.first_token) / (times.num_output_tokens - 1) for times in run.requests]
     full = [step for step in run.steps if step.batch_size >= FULL * max(step.batch_size for step in run.steps)]

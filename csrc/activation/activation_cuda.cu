@@ -6,7 +6,7 @@
 namespace pagedattn::cuda {
 namespace {
 
-constexpr int ROWS_PER_THREAD = 4;
+constexpr int ACTIVATION_ROWS_PER_THREAD = 4;
 
 // The arithmetic of an activation of T. Rounded to 16 bits, a result shows nothing of the approximations' errors; an
 // exact division would be a branch and a call for each element.
@@ -80,16 +80,16 @@ __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
   const T* input = static_cast<const T*>(p.input) + rows.column * N;
   T* out = static_cast<T*>(p.out) + rows.column * N;
 
-  Packed<T, N> gates[ROWS_PER_THREAD] = {}, factors[ROWS_PER_THREAD] = {};
+  Packed<T, N> gates[ACTIVATION_ROWS_PER_THREAD] = {}, factors[ACTIVATION_ROWS_PER_THREAD] = {};
 #pragma unroll
-  for (int r = 0; r < ROWS_PER_THREAD; ++r) {
+  for (int r = 0; r < ACTIVATION_ROWS_PER_THREAD; ++r) {
     if (r >= rows.num_rows) break;
     const T* row = input + rows.row(r) * p.input_stride;
     gates[r] = load<N>(row + gate);
     if constexpr (IS_GATED) factors[r] = load<N>(row + factor);
   }
 #pragma unroll
-  for (int r = 0; r < ROWS_PER_THREAD; ++r) {
+  for (int r = 0; r < ACTIVATION_ROWS_PER_THREAD; ++r) {
     if (r >= rows.num_rows) break;
     Floats<N> x = to_floats(gates[r]);
     const Floats<N> y = to_floats(factors[r]);
@@ -105,7 +105,8 @@ __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
 template <bool IS_GATED, typename Activation>
 void run(const ActivationParams& params, int64_t gate, int64_t factor, cudaStream_t stream) {
   const auto launch_with = [&]<typename T, int N>() {
-    const RowGrid row_grid = make_row_grid(params.num_rows, ceil_div<int64_t>(params.width, N), ROWS_PER_THREAD);
+    const RowGrid row_grid =
+        make_row_grid(params.num_rows, ceil_div<int64_t>(params.width, N), ACTIVATION_ROWS_PER_THREAD);
     launch(activation_kernel<T, N, IS_GATED, Activation>, row_grid.grid, row_grid.block, 0, stream, params, row_grid,
            gate, factor);
   };

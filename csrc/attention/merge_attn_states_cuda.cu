@@ -8,7 +8,7 @@
 namespace pagedattn::cuda {
 namespace {
 
-constexpr int ROWS_PER_THREAD = 4;
+constexpr int MERGE_ROWS_PER_THREAD = 4;
 
 // An infinity of either sign says that an output is of no tokens.
 __device__ float lse_of(float lse) { return lse == INFINITY ? -INFINITY : lse; }
@@ -20,10 +20,10 @@ __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
   const ThreadRows rows = thread_rows(row_grid, p.num_tokens * p.num_heads, ceil_div<int64_t>(p.head_size, N));
   const int64_t column = rows.column * N;
 
-  Packed<T, N> prefixes[ROWS_PER_THREAD] = {}, suffixes[ROWS_PER_THREAD] = {};
-  float prefix_lses[ROWS_PER_THREAD] = {}, suffix_lses[ROWS_PER_THREAD] = {};
+  Packed<T, N> prefixes[MERGE_ROWS_PER_THREAD] = {}, suffixes[MERGE_ROWS_PER_THREAD] = {};
+  float prefix_lses[MERGE_ROWS_PER_THREAD] = {}, suffix_lses[MERGE_ROWS_PER_THREAD] = {};
 #pragma unroll
-  for (int r = 0; r < ROWS_PER_THREAD; ++r) {
+  for (int r = 0; r < MERGE_ROWS_PER_THREAD; ++r) {
     if (r >= rows.num_rows) break;
     const int64_t row = rows.row(r);
     prefixes[r] = load<N>(static_cast<const T*>(p.prefix_output) + row * p.head_size + column);
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
     suffix_lses[r] = lse_of(p.suffix_lse[row]);
   }
 #pragma unroll
-  for (int r = 0; r < ROWS_PER_THREAD; ++r) {
+  for (int r = 0; r < MERGE_ROWS_PER_THREAD; ++r) {
     if (r >= rows.num_rows) break;
     const int64_t row = rows.row(r);
     // NaN of either output stays.
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
 
 void merge_attn_states(const MergeAttnStatesParams& params, cudaStream_t stream) {
   const auto launch_with = [&]<typename T, int N>() {
-    const RowGrid row_grid =
-        make_row_grid(params.num_tokens * params.num_heads, ceil_div<int64_t>(params.head_size, N), ROWS_PER_THREAD);
+    const RowGrid row_grid = make_row_grid(params.num_tokens * params.num_heads, ceil_div<int64_t>(params.head_size, N),
+                                           MERGE_ROWS_PER_THREAD);
     launch(merge_attn_states_kernel<T, N>, row_grid.grid, row_grid.block, 0, stream, params, row_grid);
   };
   const bool is_aligned = is_aligned_16({params.output, params.prefix_output, params.suffix_output},

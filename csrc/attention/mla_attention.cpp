@@ -103,7 +103,7 @@ MlaPlan plan_mla(const MlaAttentionParams& params, int64_t num_threads) {
   return plan;
 }
 
-void attend_on_cpu(const MlaAttentionParams& params) {
+void attend_to_latents_on_cpu(const MlaAttentionParams& params) {
   const MlaPlan plan = plan_mla(params, torch::stable::get_num_threads());
   const auto attend = PAGEDATTN_CPU_KERNEL(mla_attend);
   const auto merge = PAGEDATTN_CPU_KERNEL(mla_merge);
@@ -133,7 +133,7 @@ std::tuple<Tensor, Tensor> mla_attention(const Tensor& q_nope, const Tensor& q_p
   Tensor lse = torch::stable::new_empty(q_nope, {sizes, 2}, ScalarType::Float);
   params.out = out.mutable_data_ptr();
   params.lse = lse.mutable_data_ptr<float>();
-  run_on<attend_on_cpu>(door, check, params, [&](cudaStream_t stream) {
+  run_on<attend_to_latents_on_cpu>(door, check, params, [&](cudaStream_t stream) {
     if (params.num_tokens > 0) cuda::mla_attention(params, stream);
   });
   return {out, lse};

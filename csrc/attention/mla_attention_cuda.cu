@@ -12,9 +12,9 @@ namespace pagedattn::cuda {
 namespace {
 
 constexpr int HEADS = 8;
-constexpr int NUM_THREADS = HEADS * WARP_SIZE;
+constexpr int MLA_THREADS = HEADS * WARP_SIZE;
 constexpr int TILE_TOKENS = 16;
-constexpr int COLUMNS = MAX_HEAD_SIZE / NUM_THREADS;  // of a thread, at most
+constexpr int COLUMNS = MAX_HEAD_SIZE / MLA_THREADS;  // of a thread, at most
 static_assert(TILE_TOKENS <= WARP_SIZE);
 
 // The sequence of a row. Sequences without rows are left out.
@@ -33,7 +33,7 @@ __device__ int64_t sequence_of(const MlaAttentionParams& p, int64_t row) {
 
 // Grid: rows x groups of HEADS heads.
 template <typename T>
-__global__ void __launch_bounds__(NUM_THREADS) mla_attention_kernel(MlaAttentionParams p) {
+__global__ void __launch_bounds__(MLA_THREADS) mla_attention_kernel(MlaAttentionParams p) {
   const auto warp = static_cast<int>(threadIdx.x / WARP_SIZE), lane = static_cast<int>(threadIdx.x % WARP_SIZE);
   const auto latent_size = static_cast<int>(p.latent_size), rope_size = static_cast<int>(p.rope_size);
   const int head_size = latent_size + rope_size;
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(NUM_THREADS) mla_attention_kernel(MlaAttention
 
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-      const int column = c * NUM_THREADS + static_cast<int>(threadIdx.x);
+      const int column = c * MLA_THREADS + static_cast<int>(threadIdx.x);
       if (column >= latent_size) break;
 #pragma unroll
       for (int h = 0; h < HEADS; ++h) results[h][c] *= factors[h];
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(NUM_THREADS) mla_attention_kernel(MlaAttention
     if (first_head + h >= p.num_heads) break;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
-      const int column = c * NUM_THREADS + static_cast<int>(threadIdx.x);
+      const int column = c * MLA_THREADS + static_cast<int>(threadIdx.x);
       if (column < latent_size) out[h * latent_size + column] = from_float<T>(results[h][c] * factors[h]);
     }
   }
@@ -132,7 +132,7 @@ void mla_attention(const MlaAttentionParams& params, cudaStream_t stream) {
   const int64_t floats = (HEADS + TILE_TOKENS) * head_size + HEADS * TILE_TOKENS + HEADS;
   const dim3 grid(grid_size(params.num_tokens), static_cast<unsigned>(ceil_div<int64_t>(params.num_heads, HEADS)));
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    launch(mla_attention_kernel<T>, grid, dim3(NUM_THREADS), floats * sizeof(float), stream, params);
+    launch(mla_attention_kernel<T>, grid, dim3(MLA_THREADS), floats * sizeof(float), stream, params);
   });
 }
 

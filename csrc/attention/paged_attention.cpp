@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "append.h"
 #include "attention/attention_op.h"
 #include "attention/paged_attention_plan.h"
 #include "ops.h"
@@ -97,18 +98,26 @@ struct Checked {
   Check check;
 };
 
-// Sets what query says. dtype, head_size and num_kv_heads are set.
-void set_query(const Door& door, const Tensor& query, PagedAttentionParams& params) {
-  door.shape("query", query, {ANY, ANY, params.head_size});
-  door.contiguous_from("query", query, 1);
-  params.num_tokens = query.size(0);
-  check_count(door, "query", params.num_tokens, "rows");
-  params.num_heads = query.size(1);
+// Sets what query says. dtype, head_size and num_kv_heads are set. With `in_sequences` query may be [num_seqs,
+// rows_per_seq, num_heads, head_size].
+void set_query(const Door& door, const Tensor& query, PagedAttentionParams& params, bool in_sequences) {
+  const bool has_sequences = in_sequences && query.dim() == 4;
+  if (has_sequences) {
+    door.shape("query", query, {ANY, ANY, ANY, params.head_size});
+  } else {
+    door.shape("query", query, {ANY, ANY, params.head_size});
+  }
+  const int64_t heads_dim = has_sequences ? 2 : 1;
+  door.contiguous_from("query", query, heads_dim);
+  params.num_heads = query.size(heads_dim);
   door.check(params.num_heads > 0 && params.num_heads % params.num_kv_heads == 0, "query",
              "expected a number of heads that is a multiple of the ", params.num_kv_heads, " KV heads, got ",
              params.num_heads);
+  const RowView rows = door.rows_before("query", query, heads_dim, params.num_heads * params.head_size);
+  params.num_tokens = rows.num_rows;
+  check_count(door, "query", params.num_tokens, "rows");
   params.query = query.const_data_ptr();
-  params.query_stride = query.stride(0);
+  params.query_stride = rows.stride;
 }
 
 // Checks the arguments that all ops over a cache have. The op itself sets `out`, `lse` and the parameters that only
@@ -118,7 +127,8 @@ Checked<PagedCheck> check_attention(const Door& door, const Tensor& query, const
                                     const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc,
                                     int64_t max_seq_len, const std::optional<Tensor>& alibi_slopes,
                                     const Windows& windows, const std::string& kv_cache_dtype,
-                                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+                                    const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+                                    bool in_sequences = false) {
   door.check(max_seq_len >= 0, "max_seq_len", "expected a number that is not negative, got ", max_seq_len);
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
   PagedAttentionParams params{};
@@ -136,7 +146,7 @@ Checked<PagedCheck> check_attention(const Door& door, const Tensor& query, const
   params.value_strides = cache.value_strides;
 
   params.dtype = check_meets_cache(door, "query", query, cache, key_cache);
-  set_query(door, query, params);
+  set_query(door, query, params, in_sequences);
   params.logit_scale = door.finite("scale", scale) * cache.key_scale.on_host;
   params.value_scale = cache.value_scale.on_host;
   params.key_scale_on_device = cache.key_scale.on_device;
@@ -183,9 +193,9 @@ void run(const Door& door, const Tensor& query, const Checked<Check>& checked) {
 template <typename Check>
 std::tuple<Tensor, Tensor> run_into_new(const Door& door, const Tensor& query, Checked<Check> checked) {
   PagedAttentionParams& params = checked.params;
-  const int64_t sizes[] = {params.num_tokens, params.num_heads, params.head_size};
-  Tensor out = torch::stable::new_empty(query, {sizes, 3});
-  Tensor lse = torch::stable::new_empty(query, {sizes, 2}, ScalarType::Float);
+  const auto sizes = query.sizes();
+  Tensor out = torch::stable::new_empty(query, sizes);
+  Tensor lse = torch::stable::new_empty(query, sizes.slice(0, sizes.size() - 1), ScalarType::Float);
   params.out = out.mutable_data_ptr();
   params.out_stride = params.num_heads * params.head_size;
   params.lse = lse.mutable_data_ptr<float>();
@@ -251,13 +261,14 @@ Checked<PagedCheck> check_ragged(const Door& door, const Tensor& query, const Te
   const float float_softcap = check_softcap(door, softcap);
   Checked<PagedCheck> checked =
       check_attention(door, query, key_cache, value_cache, scale, block_tables, seq_lens, query_start_loc,
-                      max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, windows, kv_cache_dtype, k_scale, v_scale);
+                      max_seq_len.value_or(NO_MAX_SEQ_LEN), alibi_slopes, windows, kv_cache_dtype, k_scale, v_scale,
+                      /*in_sequences=*/true);
   checked.params.softcap = float_softcap;
   checked.params.sinks = door.per_head("sinks", sinks, checked.params.num_heads);
   return checked;
 }
 
-// What there is to run of an op that checks its arguments.
+// What there is to run of a check.
 struct Nothing {};
 
 void run_nothing(const Nothing&) {}
@@ -318,20 +329,58 @@ std::tuple<Tensor, Tensor> paged_attention(const Tensor& query, const Tensor& ke
                                    v_scale, causal, right_window, attention_chunk));
 }
 
-// The schema says that the caches are written, so that compilers keep the op, and keep it before what writes to them.
-void check_paged_attention(const Tensor& query, Tensor& key_cache, Tensor& value_cache, const Tensor& block_tables,
-                           const Tensor& seq_lens, const std::optional<Tensor>& query_start_loc, double scale,
-                           std::optional<int64_t> max_seq_len, const std::optional<Tensor>& alibi_slopes,
-                           std::optional<int64_t> sliding_window, double softcap, const std::optional<Tensor>& sinks,
-                           StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                           const std::optional<Tensor>& v_scale, bool causal, std::optional<int64_t> right_window,
-                           int64_t attention_chunk) {
+std::tuple<Tensor, Tensor> append_and_attend(
+    const Tensor& query, const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
+    const Tensor& block_tables, const Tensor& cached_lens, const std::optional<Tensor>& query_start_loc,
+    const std::optional<Tensor>& key_start_loc, double scale, const std::optional<Tensor>& alibi_slopes,
+    std::optional<int64_t> sliding_window, double softcap, const std::optional<Tensor>& sinks,
+    StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+    bool causal, std::optional<int64_t> right_window, int64_t attention_chunk, const std::optional<Tensor>& rotary_cos,
+    const std::optional<Tensor>& rotary_sin, bool rotary_is_neox, const std::optional<Tensor>& rotary_lens) {
   const std::string cache_dtype = take_string(kv_cache_dtype);
-  const Door door("check_paged_attention", query);
-  const Checked<PagedCheck> checked = check_ragged(
-      door, query, key_cache, value_cache, block_tables, seq_lens, query_start_loc, scale, max_seq_len, alibi_slopes,
-      sliding_window, softcap, sinks, cache_dtype, k_scale, v_scale, causal, right_window, attention_chunk);
-  run_on<run_nothing>(door, checked.check, Nothing{}, [](cudaStream_t) {});
+  const Door door("append_and_attend", query);
+  const PagedCache cache = check_paged_cache(door, key_cache, value_cache, cache_dtype, k_scale, v_scale);
+  for (const auto& [argument, tokens] : {std::pair{"query", &query}, std::pair{"key", &key}}) {
+    door.defined(argument, *tokens);
+    door.check(tokens->dim() == 3 || tokens->dim() == 4, argument, "expected 3 or 4 dimensions, got shape ",
+               tokens->sizes());
+  }
+  const int64_t num_tokens = key.size(0) * (key.dim() == 4 ? key.size(1) : 1);
+  const AppendedSlots slots =
+      append_slots(door, num_tokens, block_tables, cached_lens, key_start_loc, cache.block_size, cache.num_blocks);
+  const int64_t num_seqs = slots.seq_lens.size(0);
+  door.check(key.dim() == 3 || key.size(0) == num_seqs, "key", "expected ", num_seqs, " sequences, got ", key.size(0));
+
+  Tensor used_query = query, used_key = key;
+  if (rotary_cos.has_value()) {
+    door.check_type(rotary_sin.has_value(), "rotary_sin", "expected a tensor beside rotary_cos, got None");
+    const char* lens = rotary_lens.has_value() ? "rotary_lens" : "cached_lens";
+    const Tensor& first = rotary_lens.value_or(cached_lens);
+    door.defined(lens, first);
+    door.shape(lens, first, {num_seqs});
+    const auto rotated = [&](const char* argument, const Tensor& tokens, const char* start_loc_argument,
+                             const std::optional<Tensor>& start_loc, bool are_one_apart) {
+      const Tensor positions =
+          token_positions(door, {argument, lens, start_loc_argument}, tokens, first, start_loc, are_one_apart);
+      return rotated_copy(door, {lens, argument, "", "rotary_cos", "rotary_sin"}, positions, tokens, *rotary_cos,
+                          *rotary_sin, rotary_is_neox);
+    };
+    const bool rows_are_in_order = causal || sliding_window.has_value() || right_window.has_value();
+    used_query = rotated("query", query, "query_start_loc", query_start_loc, rows_are_in_order);
+    used_key = rotated("key", key, "key_start_loc", key_start_loc, true);
+  } else {
+    door.check(!rotary_sin.has_value(), "rotary_sin", "expected None without rotary_cos, got a tensor");
+    door.check(!rotary_lens.has_value(), "rotary_lens", "expected None without rotary_cos, got a tensor");
+  }
+
+  const Checked<PagedCheck> checked =
+      check_ragged(door, used_query, key_cache, value_cache, block_tables, slots.seq_lens, query_start_loc, scale,
+                   std::nullopt, alibi_slopes, sliding_window, softcap, sinks, cache_dtype, k_scale, v_scale, causal,
+                   right_window, attention_chunk);
+  run_on<run_nothing>(door, checked.check, Nothing{}, [](cudaStream_t) {});  // before anything is written
+  write_tokens(door, used_key, value, key_cache, value_cache, slots.slot_mapping, cache_dtype, k_scale, v_scale,
+               TokenShape::IN_SEQUENCES);
+  return run_into_new(door, used_query, checked);
 }
 
 std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& key, const Tensor& value,
@@ -352,7 +401,7 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
   params.value_scale = 1.0f;
   params.dtype = params.cache_dtype = door.float_dtype("query", query);
   set_keys_and_values(door, key, value, query.scalar_type(), params);
-  set_query(door, query, params);
+  set_query(door, query, params, /*in_sequences=*/false);
   params.sinks = door.per_head("sinks", sinks, params.num_heads);
 
   params.query_start_loc = check_indices(door, "query_start_loc", query_start_loc, ANY);

@@ -8,7 +8,7 @@
 namespace pagedattn::cuda {
 namespace {
 
-constexpr int MAX_THREADS = 256;
+constexpr int TRANSFER_THREADS = 256;
 constexpr int UNITS_PER_THREAD = 4;
 // Enough thread blocks to fill the bus. More would wait for the bus, and keep other streams off the GPU.
 constexpr unsigned MAX_BLOCKS_OVER_THE_BUS = 64;
@@ -50,7 +50,7 @@ __device__ void copy_bytes(const char* source, char* target, int64_t begin, int6
 }
 
 // Grid: x shares out the pieces of all pairs, y is the pool.
-__global__ void __launch_bounds__(MAX_THREADS) transfer_blocks_kernel(const __grid_constant__ Pools p) {
+__global__ void __launch_bounds__(TRANSFER_THREADS) transfer_blocks_kernel(const __grid_constant__ Pools p) {
   const Pool& pool = p.pools[blockIdx.y];
   const int64_t piece_bytes = static_cast<int64_t>(blockDim.x) * UNITS_PER_THREAD * 16;
   const auto misalignment = reinterpret_cast<uintptr_t>(pool.src) | reinterpret_cast<uintptr_t>(pool.dst) |
@@ -86,7 +86,7 @@ void launch_transfers(const BlockTransferParams* transfers, size_t num_transfers
   // Small blocks get fewer threads, so that no warp is idle.
   const int64_t threads_of_block = ceil_div<int64_t>(max_block_bytes, UNITS_PER_THREAD * 16);
   const int64_t num_threads =
-      std::min<int64_t>(ceil_div<int64_t>(threads_of_block, WARP_SIZE) * WARP_SIZE, MAX_THREADS);
+      std::min<int64_t>(ceil_div<int64_t>(threads_of_block, WARP_SIZE) * WARP_SIZE, TRANSFER_THREADS);
   pools.pieces_per_block = static_cast<unsigned>(ceil_div<int64_t>(threads_of_block, num_threads));
   pools.num_pieces = grid_size(transfers[0].num_pairs * pools.pieces_per_block);
   const unsigned num_blocks = over_the_bus ? std::min(pools.num_pieces, MAX_BLOCKS_OVER_THE_BUS) : pools.num_pieces;

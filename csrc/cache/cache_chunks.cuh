@@ -12,7 +12,7 @@ namespace pagedattn::cuda {
 
 // An unsigned integer of the size of T.
 template <typename T>
-using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>;
+using BitsOf = std::conditional_t<sizeof(T) == 4, uint32_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint8_t>>;
 
 template <typename T>
 using Chunk = Packed<T, ELEMENTS_PER_CHUNK<T>>;
@@ -20,12 +20,12 @@ using Chunk = Packed<T, ELEMENTS_PER_CHUNK<T>>;
 template <typename T, int N>
 __device__ T element(const Packed<T, N>& packed, int i) {
   constexpr int PER_WORD = 4 / sizeof(T);
-  return {static_cast<Bits<T>>(packed.words[i / PER_WORD] >> (i % PER_WORD * 8 * sizeof(T)))};
+  return {static_cast<BitsOf<T>>(packed.words[i / PER_WORD] >> (i % PER_WORD * 8 * sizeof(T)))};
 }
 
 // `packed` is zero where `bits` go.
 template <typename T, int N>
-__device__ void set_element(Packed<T, N>& packed, int i, Bits<T> bits) {
+__device__ void set_element(Packed<T, N>& packed, int i, BitsOf<T> bits) {
   constexpr int PER_WORD = 4 / sizeof(T);
   packed.words[i / PER_WORD] |= static_cast<uint32_t>(bits) << (i % PER_WORD * 8 * sizeof(T));
 }
@@ -35,7 +35,7 @@ template <int N, typename T>
 __device__ Packed<T, N> load_each(const T* source, int step) {
   Packed<T, N> packed = {};
 #pragma unroll
-  for (int i = 0; i < N; ++i) set_element(packed, i, reinterpret_cast<const Bits<T>*>(source)[i * step]);
+  for (int i = 0; i < N; ++i) set_element(packed, i, reinterpret_cast<const BitsOf<T>*>(source)[i * step]);
   return packed;
 }
 

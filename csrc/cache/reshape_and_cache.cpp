@@ -1,5 +1,6 @@
 #include "cache/reshape_and_cache.h"
 
+#include "append.h"
 #include "cache/cache_op.h"
 #include "ops.h"
 #include "paged_cache.h"
@@ -19,20 +20,29 @@ ScaledSlotCheck value_check(const Door& door, const PagedCache& cache, const Ten
           {door, cache.key_scale, cache.value_scale}};
 }
 
-void check_rows(const Door& door, const char* argument, const Tensor& rows, int64_t num_tokens,
-                const PagedCache& cache) {
-  door.shape(argument, rows, {num_tokens, cache.num_kv_heads, cache.head_size});
-  door.contiguous_from(argument, rows, 1);
+// Tokens as rows. `in_sequences` says whether they may be [num_seqs, tokens_per_seq, num_kv_heads, head_size].
+RowView check_rows(const Door& door, const char* argument, const Tensor& tokens, int64_t num_tokens,
+                   const PagedCache& cache, bool in_sequences = false) {
+  if (!in_sequences || tokens.dim() != 4) {
+    door.shape(argument, tokens, {num_tokens, cache.num_kv_heads, cache.head_size});
+    door.contiguous_from(argument, tokens, 1);
+    return {num_tokens, cache.num_kv_heads * cache.head_size, tokens.stride(0)};
+  }
+  const int64_t num_seqs = tokens.size(0);
+  door.shape(argument, tokens,
+             {num_seqs, num_tokens / std::max<int64_t>(num_seqs, 1), cache.num_kv_heads, cache.head_size});
+  door.contiguous_from(argument, tokens, 2);
+  return door.rows_before(argument, tokens, 2, cache.num_kv_heads * cache.head_size);
 }
 
 // The parameters that both ops have, but for the pointers.
 template <typename Params>
-void set_sizes(Params& params, const PagedCache& cache, const Tensor& key, const Tensor& value) {
+void set_sizes(Params& params, const PagedCache& cache, const RowView& key, const RowView& value) {
   params.num_kv_heads = cache.num_kv_heads;
   params.head_size = cache.head_size;
   params.block_size = cache.block_size;
-  params.key_stride = key.stride(0);
-  params.value_stride = value.stride(0);
+  params.key_stride = key.stride;
+  params.value_stride = value.stride;
   params.layout = cache.layout;
   params.key_strides = cache.key_strides;
   params.value_strides = cache.value_strides;
@@ -46,25 +56,27 @@ void check_written_cache(const Door& door, const char* argument, const Tensor& t
   }
 }
 
-// With `takes_padding`, key and value may have more tokens than slot_mapping. The tokens at the end are left out.
+}  // namespace
+
 void write_tokens(const Door& door, const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
                   const Tensor& slot_mapping, const std::string& kv_cache_dtype, const std::optional<Tensor>& k_scale,
-                  const std::optional<Tensor>& v_scale, bool takes_padding) {
+                  const std::optional<Tensor>& v_scale, TokenShape shape) {
   const PagedCache cache = check_paged_cache(door, key_cache, value_cache, kv_cache_dtype, k_scale, v_scale);
   ReshapeAndCacheParams params{};
   params.slot_mapping = check_slots(door, slot_mapping);
   params.num_tokens = slot_mapping.size(0);
   params.dtype = check_meets_cache(door, "key", key, cache, key_cache);
-  const bool is_padded = takes_padding && key.dim() > 0 && key.size(0) > params.num_tokens;
+  const bool is_padded = shape == TokenShape::PADDED && key.dim() > 0 && key.size(0) > params.num_tokens;
   const int64_t num_tokens = is_padded ? key.size(0) : params.num_tokens;
-  check_rows(door, "key", key, num_tokens, cache);
+  const bool in_sequences = shape == TokenShape::IN_SEQUENCES;
+  const RowView key_rows = check_rows(door, "key", key, num_tokens, cache, in_sequences);
   door.dtype("value", value, key.scalar_type());
-  check_rows(door, "value", value, num_tokens, cache);
+  const RowView value_rows = check_rows(door, "value", value, num_tokens, cache, in_sequences);
   check_written_cache(door, "key_cache", key_cache, cache.layout);
   check_written_cache(door, "value_cache", value_cache, cache.layout);
   door.other_memory("value_cache", value_cache, "key_cache", key_cache);
   params.cache_dtype = cache.dtype;
-  set_sizes(params, cache, key, value);
+  set_sizes(params, cache, key_rows, value_rows);
   params.key = key.const_data_ptr();
   params.value = value.const_data_ptr();
   params.key_cache = key_cache.mutable_data_ptr();
@@ -77,14 +89,12 @@ void write_tokens(const Door& door, const Tensor& key, const Tensor& value, Tens
            params, params.num_tokens, 2 * cache.num_kv_heads * cache.head_size);
 }
 
-}  // namespace
-
 void reshape_and_cache(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
                        const Tensor& slot_mapping, StringHandle kv_cache_dtype, const std::optional<Tensor>& k_scale,
                        const std::optional<Tensor>& v_scale) {
   const std::string cache_dtype = take_string(kv_cache_dtype);
   write_tokens(Door("reshape_and_cache", key_cache), key, value, key_cache, value_cache, slot_mapping, cache_dtype,
-               k_scale, v_scale, /*takes_padding=*/false);
+               k_scale, v_scale, TokenShape::PLAIN);
 }
 
 void reshape_and_cache_flash(const Tensor& key, const Tensor& value, Tensor& key_cache, Tensor& value_cache,
@@ -95,7 +105,7 @@ void reshape_and_cache_flash(const Tensor& key, const Tensor& value, Tensor& key
   door.defined("key_cache", key_cache);
   door.rank("key_cache", key_cache, 4);
   write_tokens(door, key, value, key_cache, value_cache, slot_mapping, cache_dtype, k_scale, v_scale,
-               /*takes_padding=*/true);
+               TokenShape::PADDED);
 }
 
 void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const Tensor& value_cache,
@@ -107,14 +117,14 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
   params.slot_mapping = check_slots(door, slot_mapping);
   params.num_tokens = slot_mapping.size(0);
   door.dtype("key", key, key_cache.scalar_type());
-  check_rows(door, "key", key, params.num_tokens, cache);
+  const RowView key_rows = check_rows(door, "key", key, params.num_tokens, cache);
   door.dtype("value", value, key_cache.scalar_type());
-  check_rows(door, "value", value, params.num_tokens, cache);
+  const RowView value_rows = check_rows(door, "value", value, params.num_tokens, cache);
   door.written_from_1("key", key);
   door.written_from_1("value", value);
   door.other_memory("value", value, "key", key);
   params.dtype = cache.dtype;
-  set_sizes(params, cache, key, value);
+  set_sizes(params, cache, key_rows, value_rows);
   params.key = key.mutable_data_ptr();
   params.value = value.mutable_data_ptr();
   params.key_cache = key_cache.const_data_ptr();

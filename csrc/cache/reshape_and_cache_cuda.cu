@@ -251,7 +251,7 @@ void reshape_and_cache(const ReshapeAndCacheParams& params, cudaStream_t stream)
     } else if (params.cache_dtype == DType::FLOAT8_E5M2) {
       launch_in_layout<T, float8_e5m2>(params, stream);
     } else {
-      launch_in_layout<Bits<T>, Bits<T>>(params, stream);
+      launch_in_layout<BitsOf<T>, BitsOf<T>>(params, stream);
     }
   });
 }
@@ -259,9 +259,9 @@ void reshape_and_cache(const ReshapeAndCacheParams& params, cudaStream_t stream)
 void gather_cached_kv(const GatherCachedKvParams& params, cudaStream_t stream) {
   dispatch_dtype(params.dtype, [&]<typename T>() {
     if (params.layout == CacheLayout::NHD) {
-      launch_nhd<T>(gather_cached_kv_nhd_kernel<Bits<T>>, params, sizeof(T), stream);
+      launch_nhd<T>(gather_cached_kv_nhd_kernel<BitsOf<T>>, params, sizeof(T), stream);
     } else {
-      launch_groups<T>(gather_cached_kv_kernel<Bits<T>>, params, sizeof(T), stream);
+      launch_groups<T>(gather_cached_kv_kernel<BitsOf<T>>, params, sizeof(T), stream);
     }
   });
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "append.h"
 #include "index_checks.h"
 #include "ops.h"
 #include "run.h"
@@ -25,8 +26,8 @@ void check_count(const Door& door, const char* argument, int64_t value) {
 }
 
 // Offsets from 0 to at most `largest`, which `text` explains.
-void check_start_loc(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs, int64_t largest,
-                     const char* text) {
+void check_offsets_up_to(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs,
+                         int64_t largest, const char* text) {
   check_offsets(door, argument, starts, num_seqs);
   door.check(starts[num_seqs] <= largest, argument, "expected at most ", largest, " (", text, ") last, got ",
              starts[num_seqs]);
@@ -34,21 +35,22 @@ void check_start_loc(const Door& door, const char* argument, const Indices& star
 
 struct BatchPositionsCheck {
   Door door;
+  const char* start_loc_argument;
+  const char* first_argument;
   HostValues start_loc;
   HostValues values;            // of first_positions; with these, the others are given
   BatchPositionsParams params;  // its index tensors are those above
 
   void operator()() const {
     if (start_loc.are_given) {
-      check_start_loc(door, "start_loc", params.start_loc, params.num_seqs, params.num_tokens, "num_tokens");
+      check_offsets_up_to(door, start_loc_argument, params.start_loc, params.num_seqs, params.num_tokens, "num_tokens");
     }
     for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
       const int64_t first = params.first_positions[seq];
-      door.check(first >= 0, "first_positions", "expected 0 tokens or more before those of sequence ", seq, ", got ",
+      door.check(first >= 0, first_argument, "expected 0 tokens or more before those of sequence ", seq, ", got ",
                  first);
       const int64_t largest = INT32_MAX - (params.start(seq + 1) - params.start(seq));
-      door.check(first <= largest, "first_positions", "expected at most ", largest, ", got ", first, " at sequence ",
-                 seq);
+      door.check(first <= largest, first_argument, "expected at most ", largest, ", got ", first, " at sequence ", seq);
     }
   }
 };
@@ -68,8 +70,8 @@ struct SlotMappingCheck {
 
   void operator()() const {
     if (block_start_loc.are_given) {
-      check_start_loc(door, "block_start_loc", params.block_start_loc, num_seqs, num_listed_blocks,
-                      "the size of block_tables");
+      check_offsets_up_to(door, "block_start_loc", params.block_start_loc, num_seqs, num_listed_blocks,
+                          "the size of block_tables");
     }
     if (last_block_lens.are_given) check_last_blocks();
     for (int64_t token = 0; token < params.num_tokens; ++token) {
@@ -112,6 +114,36 @@ struct SlotMappingCheck {
   }
 };
 
+struct AppendedSlotsCheck {
+  Door door;
+  HostValues start_loc;
+  HostValues block_tables;
+  HostValues values;           // of cached_lens; with these, the others are given
+  AppendedSlotsParams params;  // its index tensors are those above
+  int64_t num_cache_blocks;
+
+  void operator()() const {
+    if (start_loc.are_given) {
+      check_offsets_up_to(door, "key_start_loc", params.start_loc, params.num_seqs, params.num_tokens,
+                          "num_new_tokens");
+    }
+    for (int64_t seq = 0; seq < params.num_seqs; ++seq) check_sequence(seq);
+  }
+  void check_sequence(int64_t seq) const {
+    const int64_t first = params.cached_lens[seq], num_new = params.end(seq) - params.start(seq);
+    const int64_t num_slots = std::min<int64_t>(params.max_num_blocks_per_seq * params.block_size, INT32_MAX);
+    door.check(first >= 0 && first <= num_slots - num_new, "cached_lens",
+               "expected 0 or more, and room for the new tokens, got ", num_new, " new tokens from ", first,
+               " on in caches for ", num_slots, " tokens at sequence ", seq);
+    const int64_t end = (first + num_new + params.block_size - 1) / params.block_size;
+    for (int64_t i = first / params.block_size; num_new > 0 && i < end; ++i) {
+      const int64_t block = params.block(seq, i);
+      door.check(block >= 0 && block < num_cache_blocks, "block_tables", "expected blocks of 0 to ",
+                 num_cache_blocks - 1, ", got ", block, " at sequence ", seq, ", entry ", i);
+    }
+  }
+};
+
 struct ConsecutiveBlockTablesCheck {
   Door door;
   HostValues first_blocks;
@@ -142,31 +174,66 @@ struct ConsecutiveBlockTablesCheck {
 
 }  // namespace
 
+namespace {
+
+// num_tokens and where the tokens of each of num_seqs sequences begin.
+NewTokens new_tokens(const Door& door, const PositionNames& names, int64_t num_tokens, int64_t num_seqs,
+                     const std::optional<Tensor>& start_loc) {
+  check_count(door, names.tokens, num_tokens);
+  NewTokens tokens{num_tokens, num_seqs, 0, check_given(door, names.start_loc, start_loc, num_seqs + 1)};
+  if (!start_loc.has_value()) {
+    tokens.tokens_per_seq = num_tokens / std::max<int64_t>(num_seqs, 1);
+    door.check(tokens.tokens_per_seq * num_seqs == num_tokens, names.tokens, "expected a multiple of the ", num_seqs,
+               " sequences (no ", names.start_loc, " is given), got ", num_tokens);
+  }
+  return tokens;
+}
+
+// Without results.
+BatchPositionsParams positions_params(const Door& door, const PositionNames& names, int64_t num_tokens,
+                                      const Tensor& first_positions, const std::optional<Tensor>& start_loc,
+                                      int64_t step) {
+  const Indices first = check_indices(door, names.first_positions, first_positions, ANY);
+  return {new_tokens(door, names, num_tokens, first_positions.size(0), start_loc), first, step, nullptr, nullptr};
+}
+
+void write_positions(const Door& door, const PositionNames& names, const BatchPositionsParams& params,
+                     const Tensor& first_positions, const std::optional<Tensor>& start_loc) {
+  BatchPositionsCheck check{
+      door, names.start_loc, names.first_positions, values_of(door, start_loc), door.values(first_positions), params};
+  check.params.start_loc = on_host(params.start_loc, check.start_loc);
+  check.params.first_positions = on_host(params.first_positions, check.values);
+  run_rows<AtCapture::KEPT_AND_RUN>(door, check, PAGEDATTN_ROW_KERNELS(batch_positions), params, params.num_rows(),
+                                    (params.num_tokens + params.num_seqs) / params.num_rows());
+}
+
+}  // namespace
+
 std::tuple<Tensor, Tensor> batch_positions(const std::optional<Tensor>& start_loc, const Tensor& first_positions,
                                            int64_t num_tokens) {
   const Door door("batch_positions", first_positions);
-  BatchPositionsParams params{};
-  params.first_positions = check_indices(door, "first_positions", first_positions, ANY);
-  params.num_seqs = first_positions.size(0);
-  check_count(door, "num_tokens", num_tokens);
-  params.num_tokens = num_tokens;
-  params.start_loc = check_given(door, "start_loc", start_loc, params.num_seqs + 1);
-  if (!start_loc.has_value()) {
-    params.tokens_per_seq = num_tokens / std::max<int64_t>(params.num_seqs, 1);
-    door.check(params.tokens_per_seq * params.num_seqs == num_tokens, "num_tokens", "expected a multiple of the ",
-               params.num_seqs, " sequences (no start_loc is given), got ", num_tokens);
-  }
+  constexpr PositionNames names{"num_tokens", "first_positions", "start_loc"};
+  BatchPositionsParams params = positions_params(door, names, num_tokens, first_positions, start_loc, 1);
   const Tensor batch_indices = torch::stable::new_empty(first_positions, {&num_tokens, 1}, ScalarType::Long);
   const Tensor positions = torch::stable::new_empty(first_positions, {&num_tokens, 1}, ScalarType::Long);
   params.batch_indices = batch_indices.mutable_data_ptr<int64_t>();
   params.positions = positions.mutable_data_ptr<int64_t>();
-
-  BatchPositionsCheck check{door, values_of(door, start_loc), door.values(first_positions), params};
-  check.params.start_loc = on_host(params.start_loc, check.start_loc);
-  check.params.first_positions = on_host(params.first_positions, check.values);
-  run_rows<AtCapture::KEPT_AND_RUN>(door, check, PAGEDATTN_ROW_KERNELS(batch_positions), params, params.num_rows(),
-                                    (num_tokens + params.num_seqs) / params.num_rows());
+  write_positions(door, names, params, first_positions, start_loc);
   return {batch_indices, positions};
+}
+
+Tensor token_positions(const Door& door, const PositionNames& names, const Tensor& tokens,
+                       const Tensor& first_positions, const std::optional<Tensor>& start_loc, bool are_one_apart) {
+  const auto sizes = tokens.sizes().slice(0, tokens.dim() - 2);
+  int64_t num_tokens = 1;
+  for (int64_t size : sizes) num_tokens *= size;
+  BatchPositionsParams params =
+      positions_params(door, names, num_tokens, first_positions, start_loc, are_one_apart ? 1 : 0);
+  const Tensor positions = torch::stable::new_empty(first_positions, sizes, ScalarType::Long);
+  CpuGraph::keep(positions);
+  params.positions = positions.mutable_data_ptr<int64_t>();
+  write_positions(door, names, params, first_positions, start_loc);
+  return positions;
 }
 
 Tensor compute_slot_mapping(const Tensor& positions, const Tensor& block_tables, int64_t block_size, int64_t num_blocks,
@@ -224,6 +291,41 @@ Tensor compute_slot_mapping(const Tensor& positions, const Tensor& block_tables,
   run_rows<AtCapture::KEPT_AND_RUN>(door, check, PAGEDATTN_ROW_KERNELS(compute_slot_mapping), params, params.num_tokens,
                                     1);
   return slot_mapping;
+}
+
+AppendedSlots append_slots(const Door& door, int64_t num_tokens, const Tensor& block_tables, const Tensor& cached_lens,
+                           const std::optional<Tensor>& key_start_loc, int64_t block_size, int64_t num_cache_blocks) {
+  const Indices lens = check_indices(door, "cached_lens", cached_lens, ANY);
+  AppendedSlotsParams params{};
+  static_cast<NewTokens&>(params) =
+      new_tokens(door, {"key", "cached_lens", "key_start_loc"}, num_tokens, cached_lens.size(0), key_start_loc);
+  params.block_size = block_size;
+  params.cached_lens = lens;
+  door.present("block_tables", block_tables);
+  params.block_tables = door.indices("block_tables", block_tables);
+  door.shape("block_tables", block_tables, {params.num_seqs, ANY});
+  door.contiguous_from("block_tables", block_tables, 1);
+  params.block_table_stride = block_tables.stride(0);
+  params.max_num_blocks_per_seq = block_tables.size(1);
+
+  const AppendedSlots slots{torch::stable::new_empty(cached_lens, {&num_tokens, 1}, ScalarType::Long),
+                            torch::stable::new_empty(cached_lens, {&params.num_seqs, 1}, ScalarType::Long)};
+  CpuGraph::keep(slots);
+  params.slot_mapping = slots.slot_mapping.mutable_data_ptr<int64_t>();
+  params.seq_lens = slots.seq_lens.mutable_data_ptr<int64_t>();
+  AppendedSlotsCheck check{door,
+                           values_of(door, key_start_loc),
+                           door.values(block_tables),
+                           door.values(cached_lens),
+                           params,
+                           num_cache_blocks};
+  check.params.start_loc = on_host(params.start_loc, check.start_loc);
+  check.params.block_tables = on_host(params.block_tables, check.block_tables);
+  if (check.block_tables.fetched.has_value()) check.params.block_table_stride = check.block_tables.fetched->stride(0);
+  check.params.cached_lens = on_host(params.cached_lens, check.values);
+  run_rows<AtCapture::KEPT_AND_RUN>(door, check, PAGEDATTN_ROW_KERNELS(appended_slots), params, params.num_rows(),
+                                    (num_tokens + params.num_seqs) / params.num_rows() + 1);
+  return slots;
 }
 
 Tensor consecutive_block_tables(const Tensor& first_blocks, const Tensor& end_blocks, const Tensor& seq_lens,

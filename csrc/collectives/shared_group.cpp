@@ -30,7 +30,7 @@ using Word = std::atomic<uint32_t>;
 static_assert(Word::is_always_lock_free && std::atomic<uint64_t>::is_always_lock_free);
 
 constexpr int64_t PAGE_BYTES = 4096;
-constexpr int64_t LINE_BYTES = 128;  // two lines of 64 bytes, which some CPUs fetch together
+constexpr int64_t TWO_LINES_BYTES = 128;  // which some CPUs fetch together
 constexpr int64_t MAX_BUFFER_BYTES = int64_t{1} << 40;
 constexpr uint64_t MAGIC = 0x3150554f52474150;  // "PAGROUP1": the layout of the memory
 constexpr int MAX_REASON_BYTES = 1000;
@@ -110,12 +110,15 @@ std::optional<Process> running_process(int32_t pid) {
   return process;
 }
 
-// A pid means another process in another namespace.
-uint64_t pid_namespace() {
-  struct stat status{};
-  if (stat("/proc/self/ns/pid", &status) != 0) fail(errno, "/proc/self/ns/pid");
-  return status.st_ino;
+// What statx says of a file: of `descriptor` itself, if `path` is empty. stat and fstat would ask for glibc 2.33.
+struct statx status_of(int descriptor, const char* path, const char* what) {
+  struct statx status{};
+  if (statx(descriptor, path, AT_EMPTY_PATH, STATX_INO | STATX_SIZE, &status) != 0) fail(errno, what);
+  return status;
 }
+
+// A pid means another process in another namespace.
+uint64_t pid_namespace() { return status_of(AT_FDCWD, "/proc/self/ns/pid", "/proc/self/ns/pid").stx_ino; }
 
 int64_t rank_bytes(int64_t buffer_bytes) { return PAGE_BYTES + 2 * buffer_bytes; }
 int64_t group_bytes(int64_t world_size, int64_t buffer_bytes) {
@@ -150,14 +153,14 @@ struct SharedGroup::Header {
   int64_t buffer_bytes;
   double timeout_seconds;
   uint64_t pid_namespace;
-  alignas(LINE_BYTES) Word state;
+  alignas(TWO_LINES_BYTES) Word state;
   char reason[MAX_REASON_BYTES + 1];
 };
 
 struct SharedGroup::RankWords {
-  alignas(LINE_BYTES) Word arrived;  // twice the number of meetings, and SLEEPER
-  std::atomic<uint64_t> calls[2];    // of this meeting and of the one before, by the meeting's parity
-  alignas(LINE_BYTES) Word is_taken;
+  alignas(TWO_LINES_BYTES) Word arrived;  // twice the number of meetings, and SLEEPER
+  std::atomic<uint64_t> calls[2];         // of this meeting and of the one before, by the meeting's parity
+  alignas(TWO_LINES_BYTES) Word is_taken;
   std::atomic<int32_t> pid;  // 0: the rank has not joined
   std::atomic<uint64_t> start_time;
   Word has_left;
@@ -190,22 +193,21 @@ int SharedGroup::create(int64_t world_size, int64_t max_bytes, double timeout_se
 }
 
 std::shared_ptr<SharedGroup> SharedGroup::join(int descriptor, int64_t rank) {
-  struct stat status{};
-  if (fstat(descriptor, &status) != 0) fail(errno, "descriptor");
+  const int64_t size = status_of(descriptor, "", "descriptor").stx_size;
   Header header{};
   const int seals = fcntl(descriptor, F_GET_SEALS);  // -1 for a file without seals
   const bool is_ours = seals >= 0 && (seals & F_SEAL_SHRINK) != 0 &&
                        pread(descriptor, &header, sizeof header, 0) == sizeof header && header.magic == MAGIC &&
-                       status.st_size == group_bytes(header.world_size, header.buffer_bytes);
+                       size == group_bytes(header.world_size, header.buffer_bytes);
   check(is_ours, "descriptor: expected one from SharedMemoryGroup.create, got ", descriptor, ", which is another's");
   check(0 <= rank && rank < header.world_size, "rank: expected 0 to ", header.world_size - 1, ", got ", rank);
   check(header.pid_namespace == pid_namespace(),
         "descriptor: expected memory of a process in this PID namespace, got that of another one");
   const std::optional<Process> self = running_process(getpid());
   if (!self) fail(ENOENT, "/proc/self/stat");
-  void* memory = mmap(nullptr, status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (memory == MAP_FAILED) fail(errno, "the memory of the group");
-  const std::shared_ptr<SharedGroup> group(new SharedGroup(memory, status.st_size, rank));
+  const std::shared_ptr<SharedGroup> group(new SharedGroup(memory, size, rank));
   // Allocates the pages, so that a lack of memory is an error here and not a signal later. Each rank allocates the
   // pages that it writes, so they are on its NUMA node.
   int error = EINTR;

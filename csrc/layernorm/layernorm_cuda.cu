@@ -10,7 +10,7 @@
 namespace pagedattn::cuda {
 namespace {
 
-constexpr int MAX_THREADS = 1024;
+constexpr int NORM_THREADS = 1024;
 constexpr int VECTORS_PER_THREAD = 4;
 
 // The sum over the threads of a row, for each of these threads. They are a power of two within a warp, or whole warps
@@ -31,7 +31,7 @@ __device__ float row_sum(float value) {
 
 // Grid: ceil(num_rows / blockDim.y) blocks; threadIdx.y is the row in the block.
 template <typename T, int N, bool HAS_RESIDUAL, bool ADDS_ONE>
-__global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(RmsNormParams p) {
+__global__ void __launch_bounds__(NORM_THREADS) rms_norm_kernel(RmsNormParams p) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   // Past the last row, threads have nothing to load or store, but their lanes take part in the sum.
   const int64_t width = row < p.num_rows ? p.hidden_size : 0;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(MAX_THREADS) rms_norm_kernel(RmsNormParams p) 
 
 // Grid and block as for rms_norm.
 template <typename T, typename W, int N>
-__global__ void __launch_bounds__(MAX_THREADS) layer_norm_kernel(LayerNormParams p) {
+__global__ void __launch_bounds__(NORM_THREADS) layer_norm_kernel(LayerNormParams p) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t width = row < p.num_rows ? p.hidden_size : 0;
   const T* input = static_cast<const T*>(p.input) + p.input_rows[row];
@@ -141,7 +141,7 @@ dim3 block_shape(int64_t num_rows, int64_t num_vectors) {
       std::max(ceil_div(num_vectors, vectors_per_thread), std::min(num_vectors, MIN_THREADS_OF_ROW));
   if (num_threads > WARP_SIZE) {
     return dim3(static_cast<unsigned>(std::min<int64_t>(ceil_div<int64_t>(num_threads, WARP_SIZE) * WARP_SIZE,  //
-                                                        MAX_THREADS)));
+                                                        NORM_THREADS)));
   }
   const unsigned power_of_two = std::bit_ceil(static_cast<unsigned>(num_threads));
   return dim3(power_of_two, MIN_THREADS_OF_BLOCK / power_of_two);

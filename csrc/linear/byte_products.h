@@ -9,8 +9,8 @@ namespace {
 
 // So many rows leave registers for the operands. A single tile is bound by memory: it may have more rows than one of
 // several tiles, and reads fewer panels side by side.
-constexpr int MAX_TILE_ROWS = VEC_BYTES == 64 ? 6 : 4;
-constexpr int MAX_SINGLE_TILE_ROWS = VEC_BYTES == 64 ? 12 : 4;
+constexpr int MAX_TILE_ROWS = NUM_REGISTERS == 32 ? 6 : 4;
+constexpr int MAX_SINGLE_TILE_ROWS = VEC_BYTES == 64 ? 12 : MAX_TILE_ROWS;
 
 constexpr int max_tile_rows(int64_t num_rows) {
   return num_rows <= MAX_SINGLE_TILE_ROWS ? MAX_SINGLE_TILE_ROWS : MAX_TILE_ROWS;
@@ -19,7 +19,24 @@ constexpr int max_tile_rows(int64_t num_rows) {
 // How many panels a single tile is multiplied with at once. Each panel is a stream of memory.
 constexpr int panels_at_once(int rows) { return rows <= MAX_TILE_ROWS ? TILE_PANELS : 2; }
 
+#if defined(__ARM_FEATURE_DOTPROD)
+// For an instruction that takes the first quad alone.
+PAGEDATTN_INLINE UintVec broadcast_quad(const int8_t* codes) {
+  return (UintVec)vcombine_u64(vcreate_u64(load_as<uint32_t>(codes)), vcreate_u64(0));
+}
+#else
 PAGEDATTN_INLINE UintVec broadcast_quad(const int8_t* codes) { return UintVec{} + load_as<uint32_t>(codes); }
+#endif
+
+// As add_products wants the weights of linear_int8, which are stored 128 too large. Without i8mm, NEON has no
+// instruction that takes one factor with a sign and one without.
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr uint32_t WEIGHT_EXCESS = 0;
+PAGEDATTN_INLINE UintVec load_weights(const uint8_t* weights) { return load_as<UintVec>(weights) ^ 0x80808080; }
+#else
+constexpr uint32_t WEIGHT_EXCESS = 128;
+PAGEDATTN_INLINE UintVec load_weights(const uint8_t* weights) { return load_as<UintVec>(weights); }
+#endif
 
 // Each of VEC_SIZE columns has 4 weights. Adds their products with a quad of codes, which is the same for each column.
 // Sums are modulo 2^32: they fit when the 128s have been taken off.
@@ -32,6 +49,10 @@ PAGEDATTN_INLINE UintVec add_products(UintVec sums, UintVec weights, UintVec cod
 #elif defined(__AVX2__)
   const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)codes);
   return sums + (UintVec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (UintVec)vusdotq_lane_s32((int32x4_t)sums, (uint8x16_t)weights, vget_low_s8((int8x16_t)codes), 0);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (UintVec)vdotq_lane_s32((int32x4_t)sums, (int8x16_t)weights, vget_low_s8((int8x16_t)codes), 0);
 #else
   for (int i = 0; i < QUAD; ++i) sums += (weights >> 8 * i & 0xff) * (UintVec)((IntVec)(codes << (24 - 8 * i)) >> 24);
   return sums;

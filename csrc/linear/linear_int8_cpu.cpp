@@ -1,7 +1,7 @@
 // 4 adjacent weights of each of the 16 columns of a panel are multiplied with 4 codes of a row. The products are summed
 // in int32, which is exact, so a row's results do not depend on the rows beside it. The instructions for such products
 // take one factor without a sign. This factor is the weight, stored 128 too large. 128 times the sum of a row's codes
-// is taken off at the end.
+// is taken off at the end. (NEON without i8mm takes two factors with a sign: the 128 are subtracted first.)
 //
 // One tile of rows after another passes over a block of some panels. All tiles but the first find the block in the
 // nearest cache.
@@ -49,7 +49,7 @@ void add_tile(const uint8_t* weights, int64_t panel_bytes, int64_t num_quads, co
     UintVec w[VECS];
     PAGEDATTN_UNROLL
     for (int v = 0; v < VECS; ++v) {
-      w[v] = load_as<UintVec>(weight + v / PANEL_VECS * panel_bytes + v % PANEL_VECS * VEC_BYTES);
+      w[v] = load_weights(weight + v / PANEL_VECS * panel_bytes + v % PANEL_VECS * VEC_BYTES);
     }
     PAGEDATTN_UNROLL
     for (int row = 0; row < ROWS; ++row) {
@@ -81,7 +81,7 @@ void add_excess(const LinearInt8Params& p, const uint8_t* weights, int64_t num_q
       PAGEDATTN_UNROLL
       for (int v = 0; v < VECS; ++v) {
         const uint8_t* w = weight + v / PANEL_VECS * panel_bytes + v % PANEL_VECS * VEC_BYTES;
-        row_sums[v] = add_products(row_sums[v], load_as<UintVec>(w), x);
+        row_sums[v] = add_products(row_sums[v], load_weights(w), x);
       }
     }
     PAGEDATTN_UNROLL
@@ -168,7 +168,7 @@ void linear_int8(const LinearInt8Params& params, int64_t begin, int64_t end) {
       const uint8_t* weights = params.weight + panel * num_quads * BYTES_PER_QUAD;
       sum_tiles(params, weights, num_quads, sums);
       if (LIMITS_PAIRS) add_excess<PANELS>(params, weights, num_quads, sums);
-      write_out<PANELS, T>(params, panel * LINEAR_PANEL, reinterpret_cast<const int32_t*>(sums));
+      write_out<PANELS, T, WEIGHT_EXCESS>(params, panel * LINEAR_PANEL, reinterpret_cast<const int32_t*>(sums));
     };
     dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
         params.num_rows, begin, end,

@@ -20,12 +20,16 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // In vectors. So many sums leave registers for the operands.
-constexpr int NUM_SUMS = VEC_BYTES == 16 ? 8 : VEC_BYTES == 32 ? 12 : 24;
+constexpr int NUM_SUMS = NUM_REGISTERS == 32 ? 24 : VEC_BYTES == 32 ? 12 : 8;
 constexpr int MAX_TILE_ROWS = NUM_SUMS / (TILE_PANELS * PANEL_VECS);
 // A single tile is bound by memory: it may have more rows, and reads fewer panels side by side.
 constexpr int MAX_SINGLE_TILE_ROWS = TILE_PANELS == 1 ? MAX_TILE_ROWS : 2 * MAX_TILE_ROWS;
 // Steps along in_features. Their weights, as they are multiplied, take 16 KiB, half of a first-level cache.
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr int64_t BLOCK_STEPS = 128;
+#else
 constexpr int64_t BLOCK_STEPS = 256 / TILE_PANELS;
+#endif
 // Under way for a single tile, of all panels together. Where lines are fetched into the first-level cache alone, more
 // lines would push each other out of it.
 constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 1024;
@@ -55,7 +59,7 @@ struct Floats {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
 // A step is two elements, in bf16. One instruction adds both products to a sum in fp32; denormals count as zeros.
 struct Bfloat16Pairs {
   using Element = uint32_t;
@@ -63,14 +67,28 @@ struct Bfloat16Pairs {
 
   // In a packed weight, the second elements of all features of a panel follow the first elements of all features.
   static PAGEDATTN_INLINE Vec load_weights(const bfloat16* weights) {
+#if defined(__AVX512BF16__)
     const UintVec side_by_side = (UintVec)iota() * 0x10001 + 0x100000;  // 0, 16, 1, 17, ... in 16 bits each
     return (Vec)_mm512_maskz_permutexvar_epi16(~0u, (__m512i)side_by_side, load_as<__m512i>(weights));
+#else
+    const auto first = load_as<uint64x1_t>(weights), second = load_as<uint64x1_t>(weights + LINEAR_PANEL);
+    return (Vec)vzip1q_u16((uint16x8_t)vcombine_u64(first, first), (uint16x8_t)vcombine_u64(second, second));
+#endif
   }
   static PAGEDATTN_INLINE Vec load_weights(const Element* weights) { return load_as<Vec>(weights); }
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  // For an instruction that takes the first pair alone.
+  static PAGEDATTN_INLINE Vec repeat(const Element* x) { return (Vec)vcombine_u64(vcreate_u64(*x), vcreate_u64(0)); }
+  static PAGEDATTN_INLINE Vec add_product(Vec x, Vec w, Vec sum) {
+    const bfloat16x4_t pair = vget_low_bf16((Bfloat16Vec)x);
+    return (Vec)vbfdotq_lane_f32((float32x4_t)sum, (Bfloat16Vec)w, pair, 0);
+  }
+#else
   static PAGEDATTN_INLINE Vec repeat(const Element* x) { return (Vec)(UintVec{} + *x); }
   static PAGEDATTN_INLINE Vec add_product(Vec x, Vec w, Vec sum) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (Bfloat16Vec)x, (Bfloat16Vec)w);
+    return add_pair_products(sum, (Bfloat16Vec)x, (Bfloat16Vec)w);
   }
+#endif
 
   static PAGEDATTN_INLINE void convert(const bfloat16* row, int64_t size, Element* converted) {
     __builtin_memcpy(converted, row, size * sizeof(bfloat16));
@@ -81,6 +99,13 @@ struct Bfloat16Pairs {
 // The number of weights of a panel in one step.
 template <typename Operands, typename W>
 constexpr int STEP_SIZE = std::is_same_v<W, typename Operands::Element> ? LINEAR_PANEL : Operands::STEP * LINEAR_PANEL;
+
+// Whether several tiles share converted blocks of weights. Where a tile has one panel, it has so many rows that the
+// conversion costs it little. But the conversion from fp16 has one of the four pipes of NEON to itself.
+template <typename Operands, typename W>
+constexpr bool CONVERTS_BLOCKS =
+    !std::is_same_v<W, typename Operands::Element> &&
+    (TILE_PANELS > 1 || Operands::STEP > 1 || (NUM_REGISTERS == 32 && VEC_BYTES == 16 && std::is_same_v<W, float16>));
 
 // Tiles of rows, as equal in size as can be.
 struct Tiles {
@@ -212,7 +237,7 @@ void several_tiles(const LinearPackedParams& p, int64_t panel) {
         });
       }
     };
-    if constexpr (TILE_PANELS == 1 || std::is_same_v<W, Element>) {
+    if constexpr (!CONVERTS_BLOCKS<Operands, W>) {
       add_tiles(block, panel_size);
     } else {
       // Converts the block once for all tiles. A tile has so few rows that it would spend a sixth of its time on the
@@ -221,8 +246,10 @@ void several_tiles(const LinearPackedParams& p, int64_t panel) {
       alignas(64) Element converted[PANELS * BLOCK_SIZE];
       for (int i = 0; i < PANELS; ++i) {
         for (int64_t j = 0; j < block_steps; ++j) {
-          const Vec weights = Operands::load_weights(block + i * panel_size + j * SIZE);
-          __builtin_memcpy(converted + i * BLOCK_SIZE + j * LINEAR_PANEL, &weights, sizeof weights);
+          for (int v = 0; v < PANEL_VECS; ++v) {
+            const Vec weights = Operands::load_weights(block + i * panel_size + j * SIZE + v * VEC_SIZE);
+            __builtin_memcpy(converted + i * BLOCK_SIZE + j * LINEAR_PANEL + v * VEC_SIZE, &weights, sizeof weights);
+          }
         }
       }
       add_tiles(converted, BLOCK_SIZE);
@@ -269,7 +296,7 @@ void multiply_on_tiles(const LinearPackedParams& p, int64_t begin, int64_t end) 
 // Calls body.operator()<Operands, T, W>() for rows of T and weights of W.
 template <typename Body>
 void dispatch_operands(const LinearPackedParams& p, const Body& body) {
-#if defined(__AVX512BF16__)
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
   if (p.dtype == DType::BFLOAT16 && p.weight_dtype == DType::BFLOAT16 && p.in_features % Bfloat16Pairs::STEP == 0) {
     return body.template operator()<Bfloat16Pairs, bfloat16, bfloat16>();
   }

@@ -8,53 +8,144 @@
 namespace pagedattn {
 namespace {
 
-// Rows of scratch for a chunk.
-int64_t rows_of_scratch(int64_t num_rows, int64_t chunk_rows) {
-  return ceil_div(std::min(num_rows, chunk_rows), ROWS_PER_TILE) * ROWS_PER_TILE;
+// Tiles of AMX take whole tiles of rows.
+int64_t scratch_rows_of(int64_t num_rows) {
+  return num_rows <= MAX_ROWS_WITHOUT_TILES ? num_rows : ceil_div(num_rows, ROWS_PER_TILE) * ROWS_PER_TILE;
 }
 
-void run(const LinearInt8Params& op_params) {
-  LinearInt8Params params = op_params;
-  params.code_stride = ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
-  const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int8_tiles);
-  const bool on_tiles = linear_tiles != nullptr && params.num_rows > MAX_ROWS_WITHOUT_TILES;
-  const bool large_chunks = on_tiles && MAX_TILE_CHUNK_ROWS * params.code_stride <= TILE_CHUNK_CODES;
-  const int64_t chunk_rows = large_chunks ? MAX_TILE_CHUNK_ROWS : LINEAR_CHUNK_ROWS;
-  const int64_t scratch_rows = rows_of_scratch(params.num_rows, chunk_rows);
-  const auto codes = std::make_unique_for_overwrite<int8_t[]>(scratch_rows * params.code_stride);
-  const auto excess = std::make_unique_for_overwrite<ExcessQuad[]>(scratch_rows * ceil_div(params.in_features, QUAD));
-  float row_scales[MAX_TILE_CHUNK_ROWS];
-  int32_t code_sums[MAX_TILE_CHUNK_ROWS], num_excesses[MAX_TILE_CHUNK_ROWS];
-  params.codes = codes.get();
-  params.excess = excess.get();
-  params.row_scales = row_scales;
-  params.code_sums = code_sums;
-  params.num_excesses = num_excesses;
-  if (on_tiles) {
-    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8_tiles), linear_tiles, chunk_rows);
-  } else {
-    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int8), PAGEDATTN_CPU_KERNEL(linear_int8));
+class Int8 {
+ public:
+  using Params = LinearInt8Params;
+
+  static int64_t chunk_rows(const Params& params) {
+    const bool has_tiles = PAGEDATTN_CPU_KERNEL(linear_int8_tiles) != nullptr;
+    return has_tiles && MAX_TILE_CHUNK_ROWS * code_stride_of(params) <= TILE_CHUNK_CODES ? MAX_TILE_CHUNK_ROWS
+                                                                                         : LINEAR_CHUNK_ROWS;
   }
+  static LinearKernels<Params> kernels(const Params& chunk) {
+    const auto on_tiles = PAGEDATTN_CPU_KERNEL(linear_int8_tiles);
+    if (on_tiles != nullptr && chunk.num_rows > MAX_ROWS_WITHOUT_TILES) {
+      return {PAGEDATTN_CPU_KERNEL(quantize_rows_int8_tiles), on_tiles};
+    }
+    return {PAGEDATTN_CPU_KERNEL(quantize_rows_int8), PAGEDATTN_CPU_KERNEL(linear_int8)};
+  }
+  static int64_t scratch_rows(int64_t num_rows) { return scratch_rows_of(num_rows); }
+
+  Int8(const Params& params, int64_t scratch_rows)
+      : code_stride_(code_stride_of(params)),
+        num_quads_(ceil_div(params.in_features, QUAD)),
+        codes_(std::make_unique_for_overwrite<int8_t[]>(scratch_rows * code_stride_)),
+        excess_(std::make_unique_for_overwrite<ExcessQuad[]>(scratch_rows * num_quads_)),
+        row_scales_(std::make_unique_for_overwrite<float[]>(scratch_rows)),
+        code_sums_(std::make_unique_for_overwrite<int32_t[]>(scratch_rows)),
+        num_excesses_(std::make_unique_for_overwrite<int32_t[]>(scratch_rows)) {}
+  void give_scratch(Params& chunk, int64_t scratch_row) {
+    chunk.code_stride = code_stride_;
+    chunk.codes = codes_.get() + scratch_row * code_stride_;
+    chunk.excess = excess_.get() + scratch_row * num_quads_;
+    chunk.row_scales = row_scales_.get() + scratch_row;
+    chunk.code_sums = code_sums_.get() + scratch_row;
+    chunk.num_excesses = num_excesses_.get() + scratch_row;
+  }
+
+  static void select_expert(Params& params, int64_t expert, int64_t weight_bytes) {
+    params.weight += expert * weight_bytes;
+    params.weight_scales += expert * params.out_features;
+    if (params.bias != nullptr) params.bias += expert * params.out_features;
+  }
+
+ private:
+  static int64_t code_stride_of(const Params& params) {
+    return ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
+  }
+
+  int64_t code_stride_;
+  int64_t num_quads_;
+  std::unique_ptr<int8_t[]> codes_;
+  std::unique_ptr<ExcessQuad[]> excess_;
+  std::unique_ptr<float[]> row_scales_;
+  std::unique_ptr<int32_t[]> code_sums_;
+  std::unique_ptr<int32_t[]> num_excesses_;
+};
+
+class Int4 {
+ public:
+  using Params = LinearInt4Params;
+
+  static int64_t chunk_rows(const Params& params) {
+    // Without tiles, each panel passes over the codes of all rows block by block, a few bytes of each tile at a time.
+    const bool has_tiles = PAGEDATTN_CPU_KERNEL(linear_int4_tiles) != nullptr;
+    const bool small_chunks = !has_tiles && LINEAR_CHUNK_ROWS * params.in_features > INT4_CHUNK_CODES;
+    return small_chunks ? LINEAR_CHUNK_ROWS / 2 : LINEAR_CHUNK_ROWS;
+  }
+  static LinearKernels<Params> kernels(const Params& chunk) {
+    const auto on_tiles = PAGEDATTN_CPU_KERNEL(linear_int4_tiles);
+    if (on_tiles != nullptr && chunk.num_rows > MAX_ROWS_WITHOUT_TILES) {
+      return {PAGEDATTN_CPU_KERNEL(quantize_rows_int4_tiles), on_tiles};
+    }
+    return {PAGEDATTN_CPU_KERNEL(quantize_rows_int4), PAGEDATTN_CPU_KERNEL(linear_int4)};
+  }
+  static int64_t scratch_rows(int64_t num_rows) { return scratch_rows_of(num_rows); }
+
+  Int4(const Params& params, int64_t scratch_rows)
+      : in_features_(params.in_features),
+        codes_(std::make_unique_for_overwrite<int8_t[]>(scratch_rows * in_features_)),
+        blocks_(std::make_unique_for_overwrite<QuantizedBlock[]>(scratch_rows * in_features_ / INT4_BLOCK)) {}
+  void give_scratch(Params& chunk, int64_t scratch_row) {
+    chunk.code_stride = in_features_;
+    chunk.codes = codes_.get() + scratch_row * in_features_;
+    chunk.blocks = blocks_.get() + scratch_row * in_features_ / INT4_BLOCK;
+  }
+
+  static void select_expert(Params& params, int64_t expert, int64_t weight_bytes) {
+    params.weight += expert * weight_bytes;
+    if (params.bias != nullptr) params.bias += expert * params.out_features;
+  }
+
+ private:
+  int64_t in_features_;
+  std::unique_ptr<int8_t[]> codes_;
+  std::unique_ptr<QuantizedBlock[]> blocks_;
+};
+
+void set_weight(const Door& door, LinearInt8Params& params, const Tensor& packed_weight, const Tensor& weight_scales,
+                std::optional<int64_t> num_experts = {}) {
+  door.check(1 <= params.in_features && params.in_features <= MAX_INT8_FEATURES, "input", "expected rows of 1 to ",
+             MAX_INT8_FEATURES, " elements, got ", params.in_features);
+  door.dtype("weight_scales", weight_scales, ScalarType::Float);
+  check_sizes(door, "weight_scales", weight_scales, for_experts(num_experts, {ANY}));
+  door.contiguous("weight_scales", weight_scales);
+  params.weight_scales = weight_scales.const_data_ptr<float>();
+  params.out_features = weight_scales.size(weight_scales.dim() - 1);
+  const int64_t num_panels = num_panels_of(params.out_features);
+  const int64_t num_quads = ceil_div(params.in_features, QUAD);
+  door.dtype("packed_weight", packed_weight, ScalarType::Byte);
+  check_sizes(door, "packed_weight", packed_weight,
+              for_experts(num_experts, {num_panels, num_quads, LINEAR_PANEL, QUAD}));
+  door.contiguous("packed_weight", packed_weight);
+  params.weight = packed_weight.const_data_ptr<uint8_t>();
 }
 
-void run(const LinearInt4Params& op_params) {
-  LinearInt4Params params = op_params;
-  const auto linear_tiles = PAGEDATTN_CPU_KERNEL(linear_int4_tiles);
-  const bool on_tiles = linear_tiles != nullptr && params.num_rows > MAX_ROWS_WITHOUT_TILES;
-  // Each panel passes over the codes of all rows block by block, a few bytes of each tile at a time.
-  const bool small_chunks = !on_tiles && LINEAR_CHUNK_ROWS * params.in_features > INT4_CHUNK_CODES;
-  const int64_t chunk_rows = small_chunks ? LINEAR_CHUNK_ROWS / 2 : LINEAR_CHUNK_ROWS;
-  const int64_t scratch_rows = rows_of_scratch(params.num_rows, chunk_rows);
-  params.code_stride = params.in_features;
-  const auto codes = std::make_unique_for_overwrite<int8_t[]>(scratch_rows * params.code_stride);
-  const auto blocks = std::make_unique_for_overwrite<QuantizedBlock[]>(scratch_rows * params.in_features / INT4_BLOCK);
-  params.codes = codes.get();
-  params.blocks = blocks.get();
-  if (on_tiles) {
-    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4_tiles), linear_tiles, chunk_rows);
-  } else {
-    run_linear(params, PAGEDATTN_CPU_KERNEL(quantize_rows_int4), PAGEDATTN_CPU_KERNEL(linear_int4), chunk_rows);
-  }
+void set_weight(const Door& door, LinearInt4Params& params, const Tensor& packed_weight, int64_t group_size,
+                int64_t out_features, std::optional<ScalarType> scale_dtype, std::optional<int64_t> num_experts = {}) {
+  door.check(group_size >= INT4_BLOCK && group_size % INT4_BLOCK == 0, "group_size", "expected a multiple of ",
+             INT4_BLOCK, ", got ", group_size);
+  door.check(params.in_features >= group_size && params.in_features % group_size == 0, "input",
+             "expected rows of a whole number of groups of ", group_size, " elements, got ", params.in_features);
+  params.num_groups = params.in_features / group_size;
+  params.blocks_per_group = group_size / INT4_BLOCK;
+  set_out_features(door, params, out_features);
+  const ScalarType packed_scales = scale_dtype.value_or(ScalarType::Float);
+  const bool is_half = packed_scales == ScalarType::Half;
+  door.dtype("packed_weight", packed_weight, ScalarType::Byte);
+  door.check(is_half || packed_scales == ScalarType::Float || packed_scales == ScalarType::BFloat16, "scale_dtype",
+             "expected float32, float16 or bfloat16, got ", packed_scales);
+  params.scale_dtype = is_half ? DType::FLOAT16 : DType::FLOAT32;  // bf16 scales are stored in fp32
+  const int64_t group_bytes = LINEAR_PANEL * (group_size / 2 + element_size(params.scale_dtype) + 1);
+  check_sizes(door, "packed_weight", packed_weight,
+              for_experts(num_experts, {num_panels_of(out_features), params.num_groups, group_bytes}));
+  door.contiguous("packed_weight", packed_weight);
+  params.weight = packed_weight.const_data_ptr<uint8_t>();
 }
 
 }  // namespace
@@ -64,23 +155,24 @@ Tensor linear_int8(const Tensor& input, const Tensor& packed_weight, const Tenso
   const Door door("linear_int8", input);
   LinearInt8Params params{};
   set_input(door, params, input);
-  door.check(1 <= params.in_features && params.in_features <= MAX_INT8_FEATURES, "input", "expected rows of 1 to ",
-             MAX_INT8_FEATURES, " elements, got ", params.in_features);
-  door.dtype("weight_scales", weight_scales, ScalarType::Float);
-  door.rank("weight_scales", weight_scales, 1);
-  door.contiguous("weight_scales", weight_scales);
-  params.weight_scales = weight_scales.const_data_ptr<float>();
-  params.out_features = weight_scales.size(0);
-  const int64_t num_panels = num_panels_of(params.out_features);
-  const int64_t num_quads = ceil_div(params.in_features, QUAD);
-  door.dtype("packed_weight", packed_weight, ScalarType::Byte);
-  door.rank("packed_weight", packed_weight, 4);
-  door.shape("packed_weight", packed_weight, {num_panels, num_quads, LINEAR_PANEL, QUAD});
-  door.contiguous("packed_weight", packed_weight);
-  params.weight = packed_weight.const_data_ptr<uint8_t>();
+  set_weight(door, params, packed_weight, weight_scales);
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-  CpuGraph::run_or_capture(AnyValues{}, run, params);
+  CpuGraph::run_or_capture(AnyValues{}, run_linear<Int8>, params);
+  return out;
+}
+
+Tensor grouped_linear_int8(const Tensor& input, const Tensor& offsets, const Tensor& packed_weight,
+                           const Tensor& weight_scales, const std::optional<Tensor>& bias) {
+  const Door door("grouped_linear_int8", input);
+  GroupedLinearParams<LinearInt8Params> params{};
+  set_input(door, params.linear, input);
+  const OffsetsCheck check = set_offsets(door, params, input, offsets);
+  set_weight(door, params.linear, packed_weight, weight_scales, params.num_experts);
+  set_weight_bytes(params, packed_weight, 1);
+  set_bias(door, params.linear, bias, params.num_experts);
+  Tensor out = new_out(params.linear, input);
+  CpuGraph::run_or_capture(check, run_grouped_linear<Int8>, params);
   return out;
 }
 
@@ -89,28 +181,25 @@ Tensor linear_int4(const Tensor& input, const Tensor& packed_weight, int64_t gro
   const Door door("linear_int4", input);
   LinearInt4Params params{};
   set_input(door, params, input);
-  door.check(group_size >= INT4_BLOCK && group_size % INT4_BLOCK == 0, "group_size", "expected a multiple of ",
-             INT4_BLOCK, ", got ", group_size);
-  door.check(params.in_features >= group_size && params.in_features % group_size == 0, "input",
-             "expected rows of a whole number of groups of ", group_size, " elements, got ", params.in_features);
-  params.num_groups = params.in_features / group_size;
-  params.blocks_per_group = group_size / INT4_BLOCK;
-  set_out_features(door, params, out_features);
-  const int64_t num_panels = num_panels_of(out_features);
-  door.dtype("packed_weight", packed_weight, ScalarType::Byte);
-  door.rank("packed_weight", packed_weight, 3);
-  const ScalarType packed_scales = scale_dtype.value_or(ScalarType::Float);
-  const bool is_half = packed_scales == ScalarType::Half;
-  door.check(is_half || packed_scales == ScalarType::Float || packed_scales == ScalarType::BFloat16, "scale_dtype",
-             "expected float32, float16 or bfloat16, got ", packed_scales);
-  params.scale_dtype = is_half ? DType::FLOAT16 : DType::FLOAT32;  // bf16 scales are stored in fp32
-  const int64_t group_bytes = LINEAR_PANEL * (group_size / 2 + element_size(params.scale_dtype) + 1);
-  door.shape("packed_weight", packed_weight, {num_panels, params.num_groups, group_bytes});
-  door.contiguous("packed_weight", packed_weight);
-  params.weight = packed_weight.const_data_ptr<uint8_t>();
+  set_weight(door, params, packed_weight, group_size, out_features, scale_dtype);
   set_bias(door, params, bias);
   Tensor out = new_out(params, input);
-  CpuGraph::run_or_capture(AnyValues{}, run, params);
+  CpuGraph::run_or_capture(AnyValues{}, run_linear<Int4>, params);
+  return out;
+}
+
+Tensor grouped_linear_int4(const Tensor& input, const Tensor& offsets, const Tensor& packed_weight, int64_t group_size,
+                           int64_t out_features, const std::optional<Tensor>& bias,
+                           std::optional<ScalarType> scale_dtype) {
+  const Door door("grouped_linear_int4", input);
+  GroupedLinearParams<LinearInt4Params> params{};
+  set_input(door, params.linear, input);
+  const OffsetsCheck check = set_offsets(door, params, input, offsets);
+  set_weight(door, params.linear, packed_weight, group_size, out_features, scale_dtype, params.num_experts);
+  set_weight_bytes(params, packed_weight, 1);
+  set_bias(door, params.linear, bias, params.num_experts);
+  Tensor out = new_out(params.linear, input);
+  CpuGraph::run_or_capture(check, run_grouped_linear<Int4>, params);
   return out;
 }
 

@@ -10,7 +10,7 @@
 namespace pagedattn::cuda {
 namespace {
 
-constexpr int MAX_THREADS = 512;
+constexpr int ROTARY_THREADS = 512;
 constexpr int HEADS_PER_THREAD = 4;
 
 // PAIRS pairs (x, y) of one head as they lie in memory. For neox, x and y lie half the rotated part apart: x is in
@@ -60,7 +60,8 @@ struct PackedPairs {
 // follow the heads of query. At least one block on a multiprocessor: without that number, the compiler spills registers
 // to have more blocks there.
 template <typename T, typename C, int PAIRS, bool IS_NEOX>
-__global__ void __launch_bounds__(MAX_THREADS, 1) rotary_embedding_kernel(RotaryEmbeddingParams p, int heads_per_pass) {
+__global__ void __launch_bounds__(ROTARY_THREADS, 1)
+    rotary_embedding_kernel(RotaryEmbeddingParams p, int heads_per_pass) {
   const int64_t token = blockIdx.x;
   const int64_t half = p.rot_dim / 2;
   const int num_columns = static_cast<int>(half / PAIRS);
@@ -107,9 +108,9 @@ template <typename T, typename C, int PAIRS, bool IS_NEOX>
 void launch_columns(const RotaryEmbeddingParams& params, cudaStream_t stream) {
   const int64_t num_columns = params.rot_dim / 2 / PAIRS;
   const int64_t num_heads = params.num_heads + params.num_kv_heads;
-  const int64_t num_threads_of_head = std::min<int64_t>(num_columns, MAX_THREADS);
+  const int64_t num_threads_of_head = std::min<int64_t>(num_columns, ROTARY_THREADS);
   const int64_t heads_per_pass =
-      std::min<int64_t>(ceil_div<int64_t>(num_heads, HEADS_PER_THREAD), MAX_THREADS / num_threads_of_head);
+      std::min<int64_t>(ceil_div<int64_t>(num_heads, HEADS_PER_THREAD), ROTARY_THREADS / num_threads_of_head);
   launch(rotary_embedding_kernel<T, C, PAIRS, IS_NEOX>, dim3(grid_size(params.num_tokens)),
          dim3(static_cast<unsigned>(num_threads_of_head * heads_per_pass)), 0, stream, params,
          static_cast<int>(heads_per_pass));

@@ -6,7 +6,7 @@
 namespace pagedattn::cuda {
 namespace {
 
-constexpr int NUM_THREADS = 128;
+constexpr int CONV_THREADS = 128;
 
 // The row `i` of the window before the sequence's first row, of width - 1 rows.
 template <typename T>
@@ -17,10 +17,10 @@ __device__ float history(const CausalConv1dParams& p, const T* states, bool is_z
 
 // Grid: sequences x tiles of channels, those of a sequence side by side.
 template <typename T, typename W, int WIDTH>
-__global__ void __launch_bounds__(NUM_THREADS) causal_conv1d_kernel(CausalConv1dParams p) {
+__global__ void __launch_bounds__(CONV_THREADS) causal_conv1d_kernel(CausalConv1dParams p) {
   const unsigned num_tiles = gridDim.x / static_cast<unsigned>(p.sequences.num_seqs);
   const int64_t seq = blockIdx.x / num_tiles;
-  const int64_t channel = static_cast<int64_t>(blockIdx.x % num_tiles) * NUM_THREADS + threadIdx.x;
+  const int64_t channel = static_cast<int64_t>(blockIdx.x % num_tiles) * CONV_THREADS + threadIdx.x;
   if (channel >= p.dim) return;
   const int64_t first_row = p.sequences.first_row(seq);
   const int64_t num_rows = p.sequences.first_row(seq + 1) - first_row;
@@ -61,9 +61,9 @@ __global__ void __launch_bounds__(NUM_THREADS) causal_conv1d_kernel(CausalConv1d
 
 template <typename T, typename W, int... I>
 void launch_any_width(const CausalConv1dParams& params, cudaStream_t stream, std::integer_sequence<int, I...>) {
-  const dim3 grid(grid_size(params.sequences.num_seqs * ceil_div<int64_t>(params.dim, NUM_THREADS)));
+  const dim3 grid(grid_size(params.sequences.num_seqs * ceil_div<int64_t>(params.dim, CONV_THREADS)));
   const auto launch_width = [&]<int WIDTH>() {
-    launch(causal_conv1d_kernel<T, W, WIDTH>, grid, dim3(NUM_THREADS), 0, stream, params);
+    launch(causal_conv1d_kernel<T, W, WIDTH>, grid, dim3(CONV_THREADS), 0, stream, params);
   };
   ((params.width == I + 1 ? launch_width.template operator()<I + 1>() : void()), ...);
 }

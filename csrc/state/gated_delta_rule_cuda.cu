@@ -10,7 +10,7 @@ namespace {
 
 constexpr int NUM_COLUMNS = 32;
 constexpr int NUM_PARTS = 8;
-constexpr int NUM_THREADS = NUM_COLUMNS * NUM_PARTS;
+constexpr int DELTA_RULE_THREADS = NUM_COLUMNS * NUM_PARTS;
 
 // What a block keeps in shared memory.
 struct Shared {
@@ -21,14 +21,14 @@ struct Shared {
   float* squares;  // [2, NUM_PARTS]: the sums of each warp
 
   static size_t bytes(int64_t k_dim) {
-    return (k_dim * (NUM_COLUMNS + 2) + NUM_THREADS + 2 * NUM_PARTS) * sizeof(float);
+    return (k_dim * (NUM_COLUMNS + 2) + DELTA_RULE_THREADS + 2 * NUM_PARTS) * sizeof(float);
   }
   __device__ explicit Shared(int64_t k_dim)
       : state(reinterpret_cast<float*>(shared_memory)),
         query(state + k_dim * NUM_COLUMNS),
         key(query + k_dim),
         parts(key + k_dim),
-        squares(parts + NUM_THREADS) {}
+        squares(parts + DELTA_RULE_THREADS) {}
 };
 
 // The row's query and key, scaled and normalised. All threads of the block come here.
@@ -38,7 +38,7 @@ __device__ void load_query_and_key(const GatedDeltaRuleParams& p, int64_t row, i
   const T* query = static_cast<const T*>(p.query) + row * p.query_stride + offset;
   const T* key = static_cast<const T*>(p.key) + row * p.key_stride + offset;
   float query_squares = 0.0f, key_squares = 0.0f;
-  for (int64_t k = threadIdx.x; k < p.k_dim; k += NUM_THREADS) {
+  for (int64_t k = threadIdx.x; k < p.k_dim; k += DELTA_RULE_THREADS) {
     shared.query[k] = to_float(query[k]);
     shared.key[k] = to_float(key[k]);
     query_squares = fmaf(shared.query[k], shared.query[k], query_squares);
@@ -46,7 +46,7 @@ __device__ void load_query_and_key(const GatedDeltaRuleParams& p, int64_t row, i
   }
   float query_factor = p.scale, key_factor = 1.0f;
   if (p.use_qk_l2norm) {
-    static_assert(NUM_THREADS == NUM_PARTS * WARP_SIZE);
+    static_assert(DELTA_RULE_THREADS == NUM_PARTS * WARP_SIZE);
     query_squares = warp_sum(query_squares);
     key_squares = warp_sum(key_squares);
     if (threadIdx.x % WARP_SIZE == 0) {
@@ -62,7 +62,7 @@ __device__ void load_query_and_key(const GatedDeltaRuleParams& p, int64_t row, i
     query_factor *= 1.0f / sqrtf(of_query);
     key_factor = 1.0f / sqrtf(of_key);
   }
-  for (int64_t k = threadIdx.x; k < p.k_dim; k += NUM_THREADS) {
+  for (int64_t k = threadIdx.x; k < p.k_dim; k += DELTA_RULE_THREADS) {
     shared.query[k] *= query_factor;
     shared.key[k] *= key_factor;
   }
@@ -82,7 +82,7 @@ __device__ float column_sum(float part, const Shared& shared) {
 
 // Grid: sequences x tiles of columns, those of a sequence side by side; value heads.
 template <typename T>
-__global__ void __launch_bounds__(NUM_THREADS) gated_delta_rule_kernel(GatedDeltaRuleParams p) {
+__global__ void __launch_bounds__(DELTA_RULE_THREADS) gated_delta_rule_kernel(GatedDeltaRuleParams p) {
   const Shared shared(p.k_dim);
   const int64_t head = blockIdx.y;
   const int column_of_tile = static_cast<int>(threadIdx.x) % NUM_COLUMNS;
@@ -134,7 +134,7 @@ void gated_delta_rule(const GatedDeltaRuleParams& params, cudaStream_t stream) {
   const dim3 grid(grid_size(params.sequences.num_seqs * ceil_div<int64_t>(params.v_dim, NUM_COLUMNS)),
                   static_cast<unsigned>(params.num_v_heads));
   dispatch_dtype(params.dtype, [&]<typename T>() {
-    launch(gated_delta_rule_kernel<T>, grid, dim3(NUM_THREADS), Shared::bytes(params.k_dim), stream, params);
+    launch(gated_delta_rule_kernel<T>, grid, dim3(DELTA_RULE_THREADS), Shared::bytes(params.k_dim), stream, params);
   });
 }
 

@@ -26,12 +26,17 @@ if TYPE_CHECKING:
     from pagedattn_serve.outputs import BeamSearchSequence as BeamSearchSequence
     from pagedattn_serve.outputs import CacheMap as CacheMap
     from pagedattn_serve.outputs import CompletionOutput as CompletionOutput
+    from pagedattn_serve.outputs import EmbeddingOutput as EmbeddingOutput
+    from pagedattn_serve.outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
     from pagedattn_serve.outputs import EngineStats as EngineStats
     from pagedattn_serve.outputs import Logprob as Logprob
     from pagedattn_serve.outputs import ReplicaStatus as ReplicaStatus
     from pagedattn_serve.outputs import RequestMetrics as RequestMetrics
     from pagedattn_serve.outputs import RequestOutput as RequestOutput
     from pagedattn_serve.outputs import RequestState as RequestState
+    from pagedattn_serve.outputs import ScoringOutput as ScoringOutput
+    from pagedattn_serve.outputs import ScoringRequestOutput as ScoringRequestOutput
+    from pagedattn_serve.pooling_params import PoolingParams as PoolingParams
     from pagedattn_serve.requests.inputs import TextPrompt as TextPrompt
     from pagedattn_serve.requests.inputs import TokensPrompt as TokensPrompt
     from pagedattn_serve.sampling_params import BeamSearchParams as BeamSearchParams
@@ -57,12 +62,15 @@ _PUBLIC = {
             "BeamSearchSequence",
             "CacheMap",
             "CompletionOutput",
+            "EmbeddingOutput",
+            "EmbeddingRequestOutput",
             "EngineStats",
             "Logprob",
             "ReplicaStatus",
         ),
-        *("RequestMetrics", "RequestOutput", "RequestState"),
+        *("RequestMetrics", "RequestOutput", "RequestState", "ScoringOutput", "ScoringRequestOutput"),
     ),
+    "pooling_params": ("PoolingParams",),
     "requests.inputs": ("TextPrompt", "TokensPrompt"),
     "sampling_params": ("BeamSearchParams", "RequestOutputKind", "SamplingParams"),
     "structured_output": ("GuidedDecodingParams", "StructuredOutput", "StructuredOutputsParams"),
@@ -70,17 +78,18 @@ _PUBLIC = {
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = [*_MODULE_OF, "__version__"]
 
-# What the extra `serve` brings, of that what the server alone needs, and the modules here that need the rest.
-_EXTRA = ("huggingface_hub", "numpy", "safetensors", "transformers")
-_SERVER_EXTRA = ("fastapi", "httptools", "jinja2", "prometheus_client", "pydantic", "uvicorn")
-_NEED_EXTRA = ("llm", "engine", "async_engine", "calibration")
+# What this package depends on, of that what the server alone needs, and the modules here that need the rest. The other
+# modules work without them, as from a clone.
+_NEEDED = ("huggingface_hub", "numpy", "safetensors", "transformers")
+_NEEDED_BY_SERVER = ("fastapi", "httptools", "jinja2", "prometheus_client", "pydantic", "uvicorn")
+_NEED_MORE = ("llm", "engine", "async_engine", "calibration")
 
 
-def require_extra(for_server: bool = False) -> None:
-    """Raises ImportError, which says what to do, where the extra `serve` is not installed."""
-    needed = sorted(_EXTRA + _SERVER_EXTRA) if for_server else _EXTRA
+def require_dependencies(for_server: bool = False) -> None:
+    """Raises ImportError, which says what to do, where what this package depends on is not installed."""
+    needed = sorted(_NEEDED + _NEEDED_BY_SERVER) if for_server else _NEEDED
     if missing := [package for package in needed if find_spec(package) is None]:
-        raise ImportError(f"pagedattn_serve: expected {', '.join(missing)}: {how_to_install('serve')}")
+        raise ImportError(f"pagedattn_serve: expected {', '.join(missing)}: {how_to_install()}")
 
 
 def __getattr__(name: str) -> object:
@@ -90,8 +99,8 @@ def __getattr__(name: str) -> object:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _MODULE_OF[name]
-    if module in _NEED_EXTRA:
-        require_extra()
+    if module in _NEED_MORE:
+        require_dependencies()
     return getattr(import_module(f"{__name__}.{module}"), name)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from os import PathLike
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.model_runner import ModelRunner, StepInputs
 from pagedattn_serve.requests.inputs import Prompt, split_prompts
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling.held_blocks import max_held_of_group
 
 CHUNK_SIZE = 512  # tokens of a step
 
@@ -51,13 +53,15 @@ def calibrate_kv_scales(
     caches = runner.cache_engine.kv_caches
     largest = torch.zeros(len(caches), 2)
     for token_ids in all_token_ids:
+        begin = 0
         for _ in run_alone(runner, token_ids, CHUNK_SIZE, logits=False):
-            pass
-        slots = torch.arange(len(token_ids), device=runner.device)
-        for layer, cache in enumerate(caches):
-            key, value = ops.gather_cached_kv(cache.key_cache, cache.value_cache, slots)
-            absolute = torch.stack([key.abs().max(), value.abs().max()]).float().cpu()
-            largest[layer] = torch.maximum(largest[layer], absolute)
+            end = min(begin + CHUNK_SIZE, len(token_ids))
+            slots = torch.from_numpy(slots_alone(runner, np.arange(begin, end))).to(runner.device)
+            for layer, cache in enumerate(caches):
+                key, value = ops.gather_cached_kv(cache.key_cache, cache.value_cache, slots[cache.group])
+                absolute = torch.stack([key.abs().max(), value.abs().max()]).float().cpu()
+                largest[layer] = torch.maximum(largest[layer], absolute)
+            begin = end
     if not largest.isfinite().all():
         layer = int((~largest.isfinite()).any(dim=1).nonzero()[0])
         raise ArgumentError("prompts", "finite keys and values", f"NaN or infinity in layer {layer}")
@@ -79,11 +83,20 @@ def check_prompts(engine: LLMEngine, prompts: list[Prompt]) -> list[list[int]]:
     return all_token_ids
 
 
+def slots_alone(runner: ModelRunner, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The slots of these tokens of the sequence in the first row, int64 [num_groups, num_tokens]."""
+    blocks = runner.block_tables[:, 0].numpy().take(positions // runner.block_size, axis=1).astype(np.int64)
+    return blocks * runner.block_size + positions % runner.block_size
+
+
 def run_alone(runner: ModelRunner, token_ids: list[int], chunk_size: int, logits: bool = True) -> Iterator[Tensor]:
     """Run a sequence through the model in chunks, in the first blocks of a cache that nobody else uses. Yields the
     logits of each chunk, [num_tokens of the chunk, vocab_size]; without `logits`, no rows."""
-    num_blocks = -(-len(token_ids) // runner.block_size)
-    runner.block_tables[0, :num_blocks] = torch.arange(num_blocks)
+    num_blocks, first = -(-len(token_ids) // runner.block_size), 0
+    for table, window in zip(runner.block_tables[:, 0], runner.windows, strict=True):
+        num_held = max_held_of_group(len(token_ids), window, runner.block_size, chunk_size)
+        table[:num_blocks] = first + torch.arange(num_blocks) % num_held  # blocks behind the window are taken again
+        first += num_held
     for begin in range(0, len(token_ids), chunk_size):
         end = min(begin + chunk_size, len(token_ids))
         positions = np.arange(begin, end)
@@ -91,11 +104,11 @@ def run_alone(runner: ModelRunner, token_ids: list[int], chunk_size: int, logits
             StepInputs(
                 token_ids=np.array(token_ids[begin:end]),
                 positions=positions,
-                slot_mapping=positions,
+                slot_mappings=slots_alone(runner, positions),
                 seq_lens=np.array([end], dtype=np.int32),
                 query_start_loc=np.array([0, end - begin], dtype=np.int32),
                 sampling_rows=np.arange(end - begin if logits else 0),
                 max_seq_len=end,
                 state_slots=[0],
             )
-        )
+        ).logits

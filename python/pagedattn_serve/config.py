@@ -31,6 +31,7 @@ FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "
 CACHE_DTYPES = {**FP8_DTYPES, "int8": "int8"}
 MAX_RANKS = 64  # of a group that shares memory
 QUANTIZATIONS = ("int8", "int4")
+LOAD_FORMATS = ("auto", "dummy")
 
 
 def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
@@ -137,6 +138,8 @@ class ModelConfig:
     seed: int | None = 0
     enforce_eager: bool = False
     trust_remote_code: bool = False
+    load_format: str = "auto"
+    allow_download: bool = False
 
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
@@ -146,6 +149,8 @@ class ModelConfig:
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1)
         check_bool("enforce_eager", self.enforce_eager)
+        check_bool("allow_download", self.allow_download)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
         if check_bool("trust_remote_code", self.trust_remote_code):
             raise ArgumentError("trust_remote_code", "False, as running a checkpoint's own code is not supported")
 
@@ -155,11 +160,17 @@ class ParallelConfig:
     """How many processes share the model."""
 
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     distributed_executor_backend: str = "mp"
 
     def __post_init__(self) -> None:
         check_int("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
+        check_int("pipeline_parallel_size", self.pipeline_parallel_size, 1, MAX_RANKS // self.tensor_parallel_size)
         check_choice("distributed_executor_backend", self.distributed_executor_backend, ("mp", "ray"))
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -198,7 +209,8 @@ class CacheConfig:
 
     watermark: share of the blocks, in [0, 1) and rounded up, that admitting a sequence leaves free for those that run.
     num_host_blocks: blocks of the pool in host memory that others are swapped out to.
-    window: tokens up to a row's own that some layer of the model sees, at most; None: all.
+    windows: of each group of layers, which has block tables of its own: the tokens up to a row's own that its layers
+        see, at most; None: all.
     kv_scales: (k_scale, v_scale) of each layer with a cache of its own, for a cache in fp8; None: all are 1.
     num_state_slots: sequences whose states have room, for a model whose layers keep a state; 0: the model keeps none.
     num_host_state_slots: the same in host memory, for sequences that are swapped out.
@@ -208,15 +220,18 @@ class CacheConfig:
     block_size: int = 16
     watermark: float = DEFAULT_WATERMARK
     num_host_blocks: int = 0
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
+    cpu_memory_utilization: float | None = None
     swap_space: float = 4
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = "auto"
     kv_scales: tuple[tuple[float, float], ...] | None = None
     num_state_slots: int = 0
     num_host_state_slots: int = 0
+    prefix_cache_dir: str | PathLike[str] | None = None
+    prefix_cache_dir_size: int = 10 << 30
 
     def __post_init__(self) -> None:
         check_int("num_blocks", self.num_blocks, 1)
@@ -226,13 +241,22 @@ class CacheConfig:
         check_int("num_host_blocks", self.num_host_blocks, 0)
         check_int("num_state_slots", self.num_state_slots, 0)
         check_int("num_host_state_slots", self.num_host_state_slots, 0)
-        if self.window is not None:
-            check_int("window", self.window, 1)
+        for window in self.windows:
+            if window is not None:
+                check_int("windows", window, 1)
         if self.kv_cache_memory is not None:
             check_int("kv_cache_memory", self.kv_cache_memory, 1)
         check_float("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1, but=0)
+        if self.cpu_memory_utilization is not None:
+            check_float("cpu_memory_utilization", self.cpu_memory_utilization, 0, 1, but=0)
         check_float("swap_space", self.swap_space, 0)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_int("prefix_cache_dir_size", self.prefix_cache_dir_size, 1)
+        if self.prefix_cache_dir is not None:
+            if not isinstance(self.prefix_cache_dir, str | PathLike):
+                raise ArgumentTypeError("prefix_cache_dir", "a path", type(self.prefix_cache_dir).__name__)
+            if not self.enable_prefix_caching:
+                raise ArgumentError("prefix_cache_dir", "None without prefix caching", self.prefix_cache_dir)
         check_kv_cache_dtype(self.kv_cache_dtype)
         if self.kv_cache_dtype == "int8" and self.block_size < 8:
             raise ArgumentError("block_size", "at least 8 with kv_cache_dtype int8", self.block_size)

@@ -1,13 +1,14 @@
 """The engine: requests in, one step at a time, outputs out. It joins the scheduling side and the computing side."""
 
 import logging
+import os
 import secrets
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
 from pagedattn_serve.distributed.executor import Executor
@@ -15,6 +16,7 @@ from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.distributed.workers import Workers
 from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
+from pagedattn_serve.execution.block_store import BlockStore, open_block_store
 from pagedattn_serve.execution.cache_engine import HostMemoryError
 from pagedattn_serve.execution.engine_setup import (
     choose_device,
@@ -24,19 +26,24 @@ from pagedattn_serve.execution.engine_setup import (
     limit_to_model,
     too_large,
 )
+from pagedattn_serve.execution.fingerprint import fingerprint
 from pagedattn_serve.execution.model_runner import BatchRunner, ModelRunner
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.loading.directory import model_directory
+from pagedattn_serve.loading.fingerprint import checkpoint_digest
 from pagedattn_serve.loading.generation_config import eos_token_ids, generation_defaults
 from pagedattn_serve.loading.loader import choose_kv_scales, load_model
+from pagedattn_serve.loading.pooling import read_pooling
 from pagedattn_serve.models.partition import SINGLE
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput, RequestState
 from pagedattn_serve.progress import Report
 from pagedattn_serve.requests.inputs import InputProcessor, Prompt, RequestArgs
+from pagedattn_serve.requests.pooling import PoolingRequest
 from pagedattn_serve.requests.request import Request, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceGroup, TableArray
+from pagedattn_serve.stored_prefixes import StoredPrefixes
 from pagedattn_serve.text.tokenizer import load_tokenizer, turn_end_token_ids
 
 logger = logging.getLogger(__name__)
@@ -84,25 +91,28 @@ class LLMEngine:
     @takes_options(EngineArgs)
     def __init__(self, args: EngineArgs) -> None:
         model_config, cache_config, parallel_config, scheduler_config = args.create_engine_configs()
-        serve_as_rank(parallel_config.tensor_parallel_size)  # and not come back, in ranks that torchrun has started
+        serve_as_rank(parallel_config.num_ranks)  # and not come back, in ranks that torchrun has started
         device = choose_device(model_config.device)
-        directory = model_directory(model_config.model)
+        directory = model_directory(model_config.model, model_config.allow_download)
+        load_format = model_config.load_format
         with ExitStack() as undo:
             workers, partition = None, SINGLE
             on_loading: Report | None = None if self._on_loading is None else partial(self._on_loading, 0)
-            if parallel_config.tensor_parallel_size > 1:
+            if parallel_config.num_ranks > 1:
                 model_config = replace(model_config, device=device)
                 workers = Workers(parallel_config, model_config, cache_config, scheduler_config, self._on_loading)
                 undo.callback(workers.close)
                 partition, device = workers.partition, workers.device
                 on_loading = on_loading and workers.tell_loading
-            self.tokenizer = load_tokenizer(directory, model_config.tokenizer)
+            self.tokenizer = load_tokenizer(directory, model_config.tokenizer, model_config.allow_download)
             end_token_ids = frozenset(eos_token_ids(directory) | turn_end_token_ids(self.tokenizer))
             defaults = generation_defaults(directory)
+            pooling = read_pooling(directory)
             causal_lm = load_model(
-                directory, model_config.dtype, device, model_config.quantization, partition, on_loading
+                directory, model_config.dtype, device, model_config.quantization, partition, on_loading, load_format
             )
-            scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, causal_lm.layers_of_caches())
+            layers = causal_lm.layers_of_caches()
+            scales = choose_kv_scales(args.kv_cache_dtype, args.kv_scales, directory, layers, load_format)
             scheduler_config = limit_to_model(scheduler_config, causal_lm)
             cache_config, scheduler_config = leave_out_for_states(cache_config, scheduler_config, causal_lm)
             cache_config = limit_to_memory(replace(cache_config, kv_scales=scales), causal_lm, scheduler_config, device)
@@ -117,16 +127,34 @@ class LLMEngine:
                     enforce_eager = enforce_eager or not workers.has_graphs
                 tables = TableArray(scheduler_config, cache_config)
                 model_runner = ModelRunner(causal_lm, cache_config, tables, device, seed, enforce_eager)
-                executor = model_runner if workers is None else Executor(workers, model_runner)
+                executor: BatchRunner = model_runner if workers is None else Executor(workers, model_runner)
                 scheduler = Scheduler(scheduler_config, cache_config, tables)
             except HostMemoryError:
                 raise
             except (MemoryError, RuntimeError) as error:  # the allocator decides which of the two it raises
                 raise too_large(causal_lm, cache_config, error) from None
             undo.pop_all()
-        max_model_len = scheduler_config.max_model_len
-        inputs = InputProcessor(self.tokenizer, causal_lm.vocab_size, max_model_len, end_token_ids, defaults)
-        self._join(model_runner, executor, scheduler, inputs)
+        inputs = InputProcessor(
+            self.tokenizer,
+            causal_lm.vocab_size,
+            scheduler_config.max_model_len,
+            end_token_ids,
+            defaults,
+            pooling,
+            causal_lm.embedding_size,
+            generates=bool(causal_lm.head),
+        )
+        num_ranks, quantization = parallel_config.tensor_parallel_size, model_config.quantization
+        digest = partial(checkpoint_digest, directory, load_format)
+        self._fingerprint = partial(fingerprint, digest, causal_lm, cache_config, device, quantization, num_ranks)
+        store = None
+        if cache_config.prefix_cache_dir is not None:
+            store = open_block_store(self.system_fingerprint, model_runner, cache_config)
+        if os.environ.get("PAGEDATTN_SANITIZE") == "1":
+            from pagedattn_serve.sanitized_runner import SanitizedRunner
+
+            executor = SanitizedRunner(executor, model_runner, scheduler.block_manager)
+        self._join(model_runner, executor, scheduler, inputs, store)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, on_loading: OnLoading | None = None) -> Self:
@@ -138,12 +166,20 @@ class LLMEngine:
         return engine
 
     def _join(
-        self, model_runner: ModelRunner, executor: BatchRunner, scheduler: Scheduler, inputs: InputProcessor
+        self,
+        model_runner: ModelRunner,
+        executor: BatchRunner,
+        scheduler: Scheduler,
+        inputs: InputProcessor,
+        store: BlockStore | None = None,
     ) -> None:
         self.model_runner = model_runner  # of rank 0
         self.executor = executor
         self.scheduler = scheduler
         self.inputs = inputs
+        self._stored: StoredPrefixes | None = None
+        if store is not None:
+            self._stored = StoredPrefixes(store, scheduler.block_manager, model_runner.cache_engine)
         self._requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self._batch: ScheduledBatch | None = None  # scheduled but not finished: the next step runs the batch
         self._is_broken = False  # requests, queues or blocks are half changed
@@ -157,6 +193,13 @@ class LLMEngine:
     def max_model_len(self) -> int:
         """Most tokens of a sequence, prompt and output together."""
         return self.scheduler.config.max_model_len
+
+    @cached_property
+    def system_fingerprint(self) -> str:
+        """All that decides which bits a request gets, in a few digits: weights and their format, the dtype of the
+        cache, kernels, instruction set, ranks, versions. Where it is equal, a seed gives the same tokens and logprobs;
+        docs/deterministic.md has the limits."""
+        return self._fingerprint()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of a request that brings none. The model's generation_config.json gives them;
@@ -195,16 +238,32 @@ class LLMEngine:
         not in the vocabulary, the request id is taken, or no output can be held to the structured_output; ImportError
         for structured_output without llguidance. Requests that were queued before go on.
         """
-        self.queue_request(self.inputs.make_request(args))
+        self.queue_request(self.make_request(args))
+
+    def make_request(self, args: RequestArgs) -> Request:
+        """The first half of `add_request`, which takes long for long prompts, and where blocks of the prompt lie on
+        disk. Any thread may call this at any time."""
+        request = self.inputs.make_request(args)
+        if self._stored is not None:
+            request.stored = self._stored.read(request.group.sequences[0])
+        return request
 
     @interruptible
     def queue_request(self, request: Request) -> None:
-        """The second half of `add_request`. The first half is `inputs.make_request`, which takes long for long prompts.
-        Raises ValueError, with nothing queued, if the request id is taken or `Scheduler.add` refuses the request."""
+        """The second half of `add_request`. Raises ValueError, with nothing queued, if the request id is taken or
+        `Scheduler.add` refuses the request."""
         group = request.group
         self.scheduler.add(group)
         self._requests[group.request_id] = request
         self._num_prompt_tokens += len(group.prompt_token_ids)
+        stored, request.stored = request.stored, None
+        # The blocks of a batch that failed are free, and still to be copied.
+        if self._stored is not None and stored is not None and self._batch is None:
+            try:
+                self._stored.insert(*stored)
+            except Exception:
+                self._is_broken = True
+                raise
 
     @interruptible
     def register_prefix(self, prefix: Prompt) -> int:
@@ -215,12 +274,11 @@ class LLMEngine:
         shared if the text of the prefix ends within a token of the prompt.
 
         Raises ValueError or TypeError, with nothing kept, if enable_prefix_caching is False, the prefix is no prompt to
-        serve, or the registered prefixes would leave too little of the cache for a sequence of max_model_len.
+        serve, or the registered prefixes would leave too little of the cache for a sequence of max_model_len, or, of a
+        model that keeps states, too few state slots for max_num_seqs sequences.
         """
         if not self.scheduler.block_manager.prefix_caching:
             raise ArgumentError("enable_prefix_caching", "True for prefixes to be kept", "False")
-        if self.scheduler.block_manager.states.num_slots:
-            raise ArgumentError("prefix", "a model without states, which are not kept for good", "a model with states")
         _, token_ids = self.inputs.prompt_tokens(prefix)
         if not 0 < len(token_ids) < self.max_model_len:
             raise ArgumentError("prefix", f"1 to {self.max_model_len - 1} tokens", len(token_ids))
@@ -249,6 +307,8 @@ class LLMEngine:
             self._is_broken = True  # the batch cannot run again: some of its requests may have their tokens
             raise
         self._batch = None
+        if self._stored is not None:
+            self._stored.write_some()
         self._num_steps += 1
         self._execute_seconds += executed - scheduled
         self._step_seconds += time.monotonic() - started
@@ -272,6 +332,11 @@ class LLMEngine:
         self._forget_finished(outputs)
         self._is_broken = False
         return outputs
+
+    def flush(self, waits: bool = True) -> None:
+        """With prefix_cache_dir: let all blocks be written that belong there; see `StoredPrefixes.write_all`."""
+        if self._stored is not None:
+            self._stored.write_all(waits)
 
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
@@ -335,6 +400,8 @@ class LLMEngine:
             num_swaps=scheduler.num_swaps,
             num_looked_up_tokens=scheduler.num_looked_up_tokens,
             num_found_tokens=scheduler.num_found_tokens,
+            num_read_blocks=0 if self._stored is None else self._stored.num_read,
+            num_written_blocks=0 if self._stored is None else self._stored.num_written,
             num_proposed_tokens=scheduler.num_proposed_tokens,
             num_accepted_tokens=scheduler.num_accepted_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -367,6 +434,7 @@ class LLMEngine:
         num_plain = 0 if sampled.errors else batch.num_plain  # each has one row
         outputs = self._add_to_plain(batch.sequences[:num_plain], tokens, now)
         outputs += self._add_to_others(batch.sequences[num_plain:], num_plain, tokens, sampled, now)
+        outputs += self._add_pooled(batch, sampled, now)
         num_blocks = self.scheduler.block_manager.num_blocks
         for group in batch.outgrown:
             error = f"its sequences need more than all {num_blocks} blocks of the cache"
@@ -434,6 +502,20 @@ class LLMEngine:
             if not request.group.sequences or request.output_kind is not FINAL_ONLY:
                 outputs.append(self._tell(request, now))
             first = end
+        return outputs
+
+    def _add_pooled(self, batch: ScheduledBatch, sampled: SamplerOutput, now: float) -> list[RequestOutput]:
+        """Returns the outputs of the pooled requests whose prompts have ended."""
+        outputs = []
+        for i, pooled in sampled.pooled.items():
+            request = self._requests[batch.sequences[i].sequence.request_id]
+            assert isinstance(request, PoolingRequest)
+            try:
+                request.add_pooled(pooled, self.scheduler)
+            except FloatingPointError as error:
+                self._end(request, error)
+            if not request.group.sequences:
+                outputs.append(self._tell(request, now))
         return outputs
 
     def _tell(self, request: Request, now: float) -> RequestOutput:

@@ -74,7 +74,11 @@ class EngineArgs:
         "tokens could use. Default: 1 GiB on the CPU; on CUDA the memory that gpu_memory_utilization leaves",
         Flag(CACHE, "SIZE", size),
     ] = None
-    num_blocks: Annotated[int | None, "blocks of the cache; not together with kv_cache_memory", Flag(CACHE)] = None
+    num_blocks: Annotated[
+        int | None,
+        "blocks of the cache, each for block_size tokens of all layers; not together with kv_cache_memory",
+        Flag(CACHE),
+    ] = None
     max_num_seqs: Annotated[int, "most sequences running at once", Flag(ENGINE)] = 256
     max_num_batched_tokens: Annotated[
         int,
@@ -167,11 +171,60 @@ class EngineArgs:
         "machine is part of, reserve CPUs here or, if this machine has too few, on several machines",
         Flag(metavar="BACKEND"),
     ] = "mp"
+    prefix_cache_dir: Annotated[
+        str | PathLike[str] | None,
+        "a directory for blocks of prefixes that several prompts begin with, and of registered prefixes: prompts find "
+        "them after a restart, or when they have fallen out of the cache. On the CPU, for one rank, and for models "
+        "that keep no states. Default: no blocks on disk",
+        Flag(CACHE, "DIR"),
+    ] = None
+    prefix_cache_dir_size: Annotated[
+        int,
+        "most bytes that prefix_cache_dir takes; those that were not used for longest go",
+        Flag(CACHE, "SIZE", size),
+    ] = 10 << 30
+    allow_download: Annotated[
+        bool,
+        "download a model, or a tokenizer, that is the name of a repository of Hugging Face (HF_ENDPOINT, HF_TOKEN, "
+        "HF_HOME) and is not in the cache as a whole. Without this option the network is never asked",
+        Flag(),
+    ] = False
+    load_format: Annotated[
+        str,
+        "auto reads the checkpoint; dummy takes random weights of its shapes, to time a model: the directory needs its "
+        "config.json alone",
+        Flag(metavar="FORMAT"),
+    ] = "auto"
+    cpu_memory_utilization: Annotated[
+        float | None,
+        "on the CPU: the cache may take this share, in (0, 1], of the memory that is free once the model is loaded, "
+        "within the limits of cgroups and RLIMIT_AS; replicas divide it. In place of kv_cache_memory, and on one rank",
+        Flag(CACHE, "SHARE"),
+    ] = None
+    pipeline_parallel_size: Annotated[
+        int,
+        "stages that share the layers of the model, one after the other; each has tensor_parallel_size ranks. A step "
+        "with many tokens runs in pieces, so that all stages work at once. On the CPU, for native families",
+        Flag(),
+    ] = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """The processes that share the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __post_init__(self) -> None:
         if self.num_blocks is not None and self.kv_cache_memory is not None:
             raise ArgumentError("kv_cache_memory", "None beside num_blocks, which says the same")
+        if self.cpu_memory_utilization is not None:
+            if self.num_blocks is not None or self.kv_cache_memory is not None:
+                raise ArgumentError("cpu_memory_utilization", "None beside kv_cache_memory or num_blocks")
+            if self.num_ranks != 1:
+                expected = "None with several ranks, which would each take it: give kv_cache_memory"
+                raise ArgumentError("cpu_memory_utilization", expected)
         self.create_engine_configs()  # the configs check all other options
+        if self.prefix_cache_dir is not None and self.num_ranks > 1:
+            raise ArgumentError("prefix_cache_dir", "None with several ranks", self.prefix_cache_dir)
         if self.kv_scales is not None and self.kv_cache_dtype not in FP8_DTYPES:
             raise ArgumentError("kv_scales", f"None with kv_cache_dtype {self.kv_cache_dtype}, which takes no scales")
 

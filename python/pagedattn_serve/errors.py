@@ -56,9 +56,10 @@ class ArgumentFileError(ArgumentOSError, FileNotFoundError):
     """An argument names a file or a directory that is not there."""
 
 
-def how_to_install(extra: str) -> str:
-    """What installs an extra of the project. The package index has no release of the project."""
-    return f"pip install --no-build-isolation '.[{extra}]' in a clone of pagedattn_ext"
+def how_to_install(extra: str = "") -> str:
+    """What installs this package with what it needs, and with an extra. The package index has no release of it."""
+    serve = f"'./python[{extra}]'" if extra else "./python"
+    return f"pip install --no-build-isolation . {serve} in a clone of pagedattn_ext"
 
 
 class ExecutorDeadError(ChildProcessError):

@@ -1,18 +1,41 @@
 """Offline generation: a list of prompts in, a list of outputs out."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from os import PathLike
 from typing import Any, TypeVar, cast
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, nth, with_place
-from pagedattn_serve.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
+from pagedattn_serve.output_parsing.events import ParsedOutput
+from pagedattn_serve.output_parsing.output_format import AUTO, OutputFormat, output_format
+from pagedattn_serve.output_parsing.parser import parse
+from pagedattn_serve.output_parsing.tool_format import tool_use
+from pagedattn_serve.outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    cosine,
+    embedding_output,
+)
+from pagedattn_serve.pooling_params import PoolingParams
 from pagedattn_serve.progress import Progress
 from pagedattn_serve.requests.inputs import Prompt, RequestArgs, split_prompts, without_array
 from pagedattn_serve.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
-from pagedattn_serve.text.chat_template import Message, load_chat_template, render_chat
-from pagedattn_serve.vllm_arguments import BEAM_SEARCH_ARGUMENTS, CALL_ARGUMENTS, CHAT_ARGUMENTS, refuse
+from pagedattn_serve.text.chat_template import Message, content_text, load_chat_template, render_chat, template_text
+from pagedattn_serve.text.detokenizer import TokenNames
+from pagedattn_serve.vllm_arguments import (
+    BEAM_SEARCH_ARGUMENTS,
+    CALL_ARGUMENTS,
+    CHAT_ARGUMENTS,
+    POOLING_ARGUMENTS,
+    refuse,
+)
 
 T = TypeVar("T")
 
@@ -37,7 +60,9 @@ class LLM:
     def register_prefix(self, prefix: Prompt) -> int:
         """Compute and keep a prefix that many prompts begin with. Returns and raises as `LLMEngine.register_prefix`."""
         num_tokens = self.llm_engine.register_prefix(prefix)
-        self.generate(prefix, SamplingParams(temperature=0, max_tokens=1, detokenize=False), use_tqdm=False)
+        one_token = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+        has_head = self.llm_engine.model_runner.model.head
+        self._run([prefix], [one_token if has_head else PoolingParams()], [0], use_tqdm=False)
         return num_tokens
 
     def generate(
@@ -72,6 +97,88 @@ class LLM:
         params = one_each("sampling_params", sampling_params, len(requests))
         priorities = one_each("priority", priority, len(requests))
         refuse(of_vllm, CALL_ARGUMENTS, "LLM.generate")
+        return self._run(requests, params, priorities, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | list[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool | Callable[..., object] = True,
+        **of_vllm: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, all batched together.
+
+        Args:
+            prompts, use_tqdm: as in `generate`.
+            pooling_params: one for all prompts, or a list with one for each; default `PoolingParams()`.
+            of_vllm: arguments of vLLM's `LLM.embed`, at values that mean what happens here anyway.
+
+        The model's hidden states behind its last norm are pooled as the checkpoint's modules.json says: the last token
+        or the mean, normalised or not. Without that file the last token is taken and normalised.
+
+        Returns the embeddings in the order of the prompts. Raises as `generate` does, and RuntimeError, which names the
+        prompt, where an embedding would be no numbers.
+        """
+        refuse(of_vllm, POOLING_ARGUMENTS, "LLM.embed")
+        if self.llm_engine.inputs.scores_pairs:
+            raise ArgumentError("model", "one that gives embeddings", "a reranker: call LLM.score")
+        return self._embed(split_prompts(prompts), pooling_params, use_tqdm)
+
+    def _embed(
+        self,
+        requests: list[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None,
+        use_tqdm: bool | Callable[..., object],
+    ) -> list[EmbeddingRequestOutput]:
+        params = [each or PoolingParams() for each in one_each("pooling_params", pooling_params, len(requests))]
+        for i, param in enumerate(params):
+            if not isinstance(param, PoolingParams):
+                error = ArgumentTypeError("pooling_params", "PoolingParams", type(param).__name__)
+                raise error.at(nth("prompt", i, len(requests)))
+        outputs = self._run(requests, params, [0] * len(requests), use_tqdm)
+        for i, output in enumerate(outputs):
+            if output.error is not None:
+                raise RuntimeError(f"{nth('prompt', i, len(outputs))}: {output.error}")
+        return list(map(embedding_output, outputs))
+
+    def score(
+        self,
+        text_1: Prompt | list[Prompt],
+        text_2: Prompt | list[Prompt],
+        use_tqdm: bool | Callable[..., object] = True,
+        **of_vllm: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts fit each other: the cosine of their embeddings, or what a reranker says of each pair.
+
+        Args:
+            text_1: one prompt, which is scored with each of text_2, or as many prompts as there are in text_2.
+            text_2: one prompt or a list of prompts.
+            use_tqdm: as in `generate`.
+            of_vllm: arguments of vLLM's `LLM.score`, at values that mean what happens here anyway.
+
+        Returns a score for each of text_2. Raises as `embed` does.
+        """
+        refuse(of_vllm, POOLING_ARGUMENTS, "LLM.score")
+        firsts, seconds = split_prompts(text_1), split_prompts(text_2)
+        if len(firsts) not in (1, len(seconds)):
+            raise ArgumentError("text_1", f"one prompt, or {len(seconds)} as in text_2", len(firsts))
+        times = len(seconds) // max(len(firsts), 1)
+        inputs = self.llm_engine.inputs
+        if inputs.scores_pairs:
+            scored = self._embed(list(map(inputs.pair, firsts * times, seconds)), None, use_tqdm)
+            scores = [ScoringOutput(each.outputs.embedding[0]) for each in scored]
+            return [ScoringRequestOutput(each[0], own, *each[2:]) for each, own in zip(scored, scores, strict=True)]
+        embedded = self.embed([*firsts, *seconds], None, use_tqdm)
+        of_firsts, of_seconds = embedded[: len(firsts)], embedded[len(firsts) :]
+        return list(map(_score, of_firsts * times, of_seconds))
+
+    def _run(
+        self,
+        requests: list[Prompt],
+        params: Sequence[SamplingParams | PoolingParams | None],
+        priorities: Sequence[int | None],
+        use_tqdm: bool | Callable[..., object],
+    ) -> list[RequestOutput]:
         self._abort_all()  # an interrupt may have kept the last call from it
         outputs: dict[str, RequestOutput] = {}
         try:
@@ -84,6 +191,7 @@ class LLM:
                     finished = [output for output in stepped if output.request_id in own]
                     outputs.update((output.request_id, output) for output in finished)
                     progress.update(len(finished))
+            self.llm_engine.flush(waits=False)
             return [outputs[request_id] for request_id in self._request_ids]
         finally:
             self._abort_all()
@@ -97,6 +205,12 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         chat_template: str | PathLike[str] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] | None = None,
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+        thinking_token_budget: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **of_vllm: Any,
     ) -> list[RequestOutput]:
@@ -107,6 +221,15 @@ class LLM:
             sampling_params, use_tqdm, priority: as in `generate`.
             chat_template: a Jinja template, or the path of its file, instead of the tokenizer's own template.
             add_generation_prompt: whether the prompt ends where the assistant's answer begins.
+            continue_final_message: whether the prompt ends with the content of the last message, which the answer goes
+                on with. Not with add_generation_prompt.
+            tools: functions that the model may call, in OpenAI's form. The template gets them. From the moment that a
+                call begins, the output is held to the function's schema. The text has the call in the model's own form,
+                and `parse_chat` reads it.
+            tool_choice: "auto", which is the default, "none", "required", or a function's name, as OpenAI has it.
+            tool_call_parser, reasoning_parser: how the model writes calls and thoughts, by the names of the server's
+                options; "auto" looks at the chat template.
+            thinking_token_budget: tokens of a thought, at most; then its end comes, and the answer.
             chat_template_kwargs: variables for the template, such as {"enable_thinking": False}.
             of_vllm: arguments of vLLM's `LLM.chat`, at values that mean what happens here anyway.
 
@@ -124,13 +247,54 @@ class LLM:
             conversations = messages
         else:
             places, conversations = [""], [messages]
-        prompts = []
-        for place, conversation in zip(places, conversations, strict=True):
+        given = one_each("sampling_params", sampling_params, len(conversations))
+        params = [self.get_default_sampling_params() if each is None else each for each in given]
+        use = tool_use(tools, tool_choice)
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "variables": chat_template_kwargs,
+        }
+        formats = partial(self._output_format, template, tool_call_parser, reasoning_parser)
+        prompts: list[Prompt] = []
+        for i, (place, conversation) in enumerate(zip(places, conversations, strict=True)):
             try:
-                prompts.append(self._chat_prompt(conversation, template, add_generation_prompt, chat_template_kwargs))
+                text = render_chat(self.get_tokenizer(), conversation, template, **options)
+                if use is not None or thinking_token_budget is not None:
+                    continued = content_text(conversation[-1]) if continue_final_message else ""
+                    form = params[i].structured_output
+                    turn = formats().turn(text, use, form, continued, thinking_token_budget)
+                    params[i] = params[i] if turn is None else turn.hold(params[i])
+                # The template has written the special tokens that a prompt begins with.
+                token_ids = self.llm_engine.tokenize(text, add_special_tokens=False)
+                prompts.append({"prompt": text, "prompt_token_ids": token_ids})
             except (TypeError, ValueError) as error:
                 raise (with_place(error, place) if place else error) from None
-        return self.generate(prompts, sampling_params, None, use_tqdm, priority=priority)
+        return self.generate(prompts, params, None, use_tqdm, priority=priority)
+
+    def parse_chat(
+        self,
+        output: RequestOutput,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | PathLike[str] | None = None,
+        continued: str = "",
+        tool_call_parser: str = AUTO,
+        reasoning_parser: str = AUTO,
+    ) -> list[ParsedOutput]:
+        """What each output of `chat` says: `content`, `reasoning`, and `calls`, each with a name and with arguments as
+        JSON. The chat template tells in what form the model writes thoughts and calls.
+
+        tools, chat_template, tool_call_parser, reasoning_parser: as `chat` got them. continued: the content of the last
+        message with continue_final_message.
+
+        Raises ValueError or TypeError as `chat` does.
+        """
+        template = None if chat_template is None else load_chat_template(chat_template)
+        form = self._output_format(template, tool_call_parser, reasoning_parser)
+        turn = form.turn(output.prompt or "", tool_use(tools), None, continued)
+        texts = [completion.text for completion in output.outputs]
+        return [ParsedOutput(text) if turn is None else parse(turn.parser(), text) for text in texts]
 
     def beam_search(
         self,
@@ -156,24 +320,17 @@ class LLM:
         text = tokenizer and tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
         return BeamSearchSequence(tokens, beam.cumulative_logprob, text, beam.finish_reason, beam.stop_reason)
 
-    def _chat_prompt(
-        self,
-        messages: Any,
-        template: str | None,
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any] | None,
-    ) -> Prompt:
-        text = render_chat(self.get_tokenizer(), messages, template, add_generation_prompt, variables=variables)
-        # The template has written the special tokens that a prompt begins with.
-        token_ids = self.llm_engine.tokenize(text, add_special_tokens=False)
-        return {"prompt": text, "prompt_token_ids": token_ids}
+    def _output_format(self, template: str | None, tool_call_parser: str, reasoning_parser: str) -> OutputFormat:
+        tokenizer = self.get_tokenizer()
+        special_tokens = set(TokenNames(tokenizer).special_texts.values())
+        return output_format(tool_call_parser, reasoning_parser, template_text(tokenizer, template), special_tokens)
 
-    def _add(self, place: str, prompt: Prompt, param: SamplingParams | None, priority: int) -> None:
+    def _add(self, place: str, prompt: Prompt, param: SamplingParams | PoolingParams | None, priority: int) -> None:
         request_id = f"llm-{self._num_requests}"
         self._num_requests += 1
         self._request_ids.append(request_id)  # first: the engine may hold no request that is not listed
         try:
-            request = self.llm_engine.inputs.make_request(RequestArgs(request_id, prompt, param, priority=priority))
+            request = self.llm_engine.make_request(RequestArgs(request_id, prompt, param, priority=priority))
             request.output_kind = RequestOutputKind.FINAL_ONLY
             self.llm_engine.queue_request(request)
         except (TypeError, ValueError) as error:
@@ -184,6 +341,17 @@ class LLM:
         """After an error or an interrupt, no request of the call stays behind."""
         self.llm_engine.abort_request(self._request_ids)
         self._request_ids = []
+
+
+def _score(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
+    score = cosine(first.outputs.embedding, second.outputs.embedding)
+    return ScoringRequestOutput(
+        f"{first.request_id}_{second.request_id}",
+        ScoringOutput(score),
+        first.prompt_token_ids + second.prompt_token_ids,
+        first.num_cached_tokens + second.num_cached_tokens,
+        True,
+    )
 
 
 def list_prompts(prompts: Any | None, prompt_token_ids: Any | None) -> list[Prompt]:

@@ -1,5 +1,7 @@
 """What the engine gives back. The lists belong to the caller, who may write to them. All else is read-only."""
 
+import math
+import operator
 import struct
 from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
@@ -143,6 +145,7 @@ class RequestOutput:
     argument_error: the error as it was raised, if an argument of the request is to blame.
     prompt_logprobs: for each token of the prompt that is computed, the logprobs of that token and of the most likely
         tokens; None for the first token. Not a list but None if not asked for, or if an earlier delta had the list.
+    embedding: of the prompt, for a request with `PoolingParams`, whose one output has no tokens; else None.
     """
 
     request_id: str
@@ -154,6 +157,7 @@ class RequestOutput:
     error: str | None = None
     argument_error: BadArgument | None = field(default=None, compare=False)
     prompt_logprobs: list[Mapping[int, Logprob] | None] | None = None
+    embedding: list[float] | None = None
 
     @property
     def num_cached_tokens(self) -> int | None:
@@ -167,6 +171,57 @@ class RequestOutput:
             so_far[completion.index].add(completion)
         self.finished, self.metrics = delta.finished, delta.metrics
         self.error, self.argument_error = delta.error, delta.argument_error
+
+
+class EmbeddingOutput(NamedTuple):
+    """The embedding of a prompt, in fp32."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """How many elements the embedding has."""
+        return len(self.embedding)
+
+
+class ScoringOutput(NamedTuple):
+    """How well two texts fit each other: the cosine of their embeddings, or what a reranker says."""
+
+    score: float
+
+
+class EmbeddingRequestOutput(NamedTuple):
+    """A prompt and its embedding. num_cached_tokens: of the prompt, tokens that were in the cache."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool
+
+
+def embedding_output(output: RequestOutput) -> EmbeddingRequestOutput:
+    """What the caller of a request with `PoolingParams` gets, if the request has not failed."""
+    assert output.embedding is not None
+    embedding = EmbeddingOutput(output.embedding)
+    num_cached = output.num_cached_tokens or 0
+    return EmbeddingRequestOutput(output.request_id, embedding, output.prompt_token_ids, num_cached, output.finished)
+
+
+def cosine(first: list[float], second: list[float]) -> float:
+    """Of the angle between two embeddings of one size; 0 if one of them is 0."""
+    lengths = math.hypot(*first) * math.hypot(*second)
+    return math.fsum(map(operator.mul, first, second)) / lengths if lengths else 0.0
+
+
+class ScoringRequestOutput(NamedTuple):
+    """Two texts and their score. prompt_token_ids: those of the first, then those of the second."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool
 
 
 class BeamSearchSequence(NamedTuple):
@@ -194,10 +249,12 @@ class EngineStats:
     num_cached_blocks: blocks that no sequence holds, but whose tokens a prompt can still find.
     num_used_host_blocks: how many of the num_host_blocks belong to swapped-out requests.
     num_used_state_slots: how many of the num_state_slots belong to sequences. A model without states has no slots.
-    num_used_slots: tokens whose keys and values are in used blocks; the other slots of these blocks are waste.
+    num_used_slots: tokens whose keys and values are in used blocks, once for each group of layers; the other slots of
+        these blocks are waste.
     num_recomputes, num_swaps: preemptions that dropped the blocks, and that swapped the blocks out.
     num_looked_up_tokens: tokens of the prompts that were let in; num_found_tokens: how many of these the cache had.
     step_seconds: the time of all steps; execute_seconds: the part of it that model and sampler took, inputs included.
+    num_read_blocks, num_written_blocks: blocks that were read from prefix_cache_dir, and written there.
     num_proposed_tokens: tokens that speculation guessed; num_accepted_tokens: guesses that saved a step.
     """
 
@@ -218,6 +275,8 @@ class EngineStats:
     num_swaps: int
     num_looked_up_tokens: int
     num_found_tokens: int
+    num_read_blocks: int
+    num_written_blocks: int
     num_proposed_tokens: int
     num_accepted_tokens: int
     num_prompt_tokens: int

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 OPTIONS = engine_options.OPTIONS | server_config.OPTIONS
 # Ray Serve listens, and has reserved the CPUs of a replica: `http_options` and `ray_actor_options` of its config.
-for name in ("host", "port", "distributed_executor_backend"):
+for name in ("host", "port", "uds", "ssl_certfile", "ssl_keyfile", "root_path", "distributed_executor_backend"):
     del OPTIONS[name]
 FLUSH_SECONDS = 1.0  # after an engine's end, for the errors of its requests to reach their clients
 
@@ -103,7 +103,7 @@ def app(args: dict[str, Any]) -> Application:
     engine_args, config = read_args(args)
     num_engines = config.data_parallel_size
     return Engine.options(
-        ray_actor_options={"num_cpus": num_engines * engine_args.tensor_parallel_size},
+        ray_actor_options={"num_cpus": num_engines * engine_args.num_ranks},
         # Further requests wait in front of the replicas, for any of them.
         max_ongoing_requests=num_engines * engine_args.max_num_seqs,
         max_queued_requests=config.max_waiting,

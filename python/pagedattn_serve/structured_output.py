@@ -11,13 +11,15 @@ from pagedattn_serve.vllm_arguments import form_arguments, takes_arguments_of_vl
 
 # Of a schema, a regex, a grammar, or all choices together. Bounds the time to compile and the depth of recursion.
 MAX_CHARACTERS = 100_000
-KINDS = ("json", "json_object", "regex", "choice", "grammar")
+# Between two parts of JSON: enough for indentation. Without a bound, a weak model may write nothing else.
+BOUNDED_SPACE = r"[ \t\r\n]{0,20}"
+KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
 @takes_arguments_of_vllm(form_arguments)
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StructuredOutput:
-    """A form that the output must have; exactly one of the first five is given.
+    """A form that the output must have; exactly one of the first six is given.
 
     A wrong type raises TypeError, a wrong value ValueError. `add_request` reads schema, regex or grammar, and raises
     ValueError if the text is wrong or llguidance cannot hold an output to it.
@@ -28,8 +30,10 @@ class StructuredOutput:
     regex: a regular expression (Rust's, without look-around) that the whole output matches.
     choice: the output is one of these texts; kept as a tuple of non-empty strings.
     grammar: a context-free grammar in llguidance's variant of Lark.
-    whitespace_pattern: for json and json_object, a regular expression for the space between two parts; "" allows none.
-        Default: any white space. A weak model may then write white space without end.
+    structural_tag: text with parts that are held to a form, from where a part begins. In XGrammar's words, as a dict or
+        its JSON; kept as a string. docs/serving.md has the types of formats.
+    whitespace_pattern: for JSON, a regular expression for the space between two parts; "" allows none. Default: any
+        white space. A weak model may then write white space without end.
 
     vLLM's disable_any_whitespace=True is whitespace_pattern "". Another argument of vLLM's class may be given if its
     value means what happens here anyway.
@@ -40,22 +44,25 @@ class StructuredOutput:
     regex: str | None = None
     choice: list[str] | tuple[str, ...] | None = None
     grammar: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
         check_bool("json_object", self.json_object)
         if self.json is not None:  # first, as the schema false is given, too
-            object.__setattr__(self, "json", _schema(self.json))
+            object.__setattr__(self, "json", _as_json("json", self.json))
+        if self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", _as_json("structural_tag", self.structural_tag))
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             got = " and ".join(given) or "none"
             raise ArgumentError("structured_output", f"one of {', '.join(KINDS)}", got)
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
-        for name in ("json", "regex", "grammar", "whitespace_pattern"):
+        for name in ("json", "regex", "grammar", "structural_tag", "whitespace_pattern"):
             if (text := getattr(self, name)) is not None:
                 _check_text(name, text)
-        if self.whitespace_pattern is not None and self.kind not in ("json", "json_object"):
+        if self.whitespace_pattern is not None and self.kind not in ("json", "json_object", "structural_tag"):
             raise ArgumentError("whitespace_pattern", f"None beside {self.kind}", repr(self.whitespace_pattern))
 
     @property
@@ -80,19 +87,20 @@ StructuredOutputsParams = StructuredOutput
 GuidedDecodingParams = StructuredOutput
 
 
-def _schema(schema: object) -> str:
-    """The schema as text; a text stays as it is. llguidance decides later whether the text is a schema."""
-    if not isinstance(schema, str | Mapping | bool):
-        raise ArgumentTypeError("json", "a JSON schema as a dict, a bool or a string", type(schema).__name__)
-    if isinstance(schema, str):
-        _check_text("json", schema)  # before it is read
+def _as_json(name: str, value: object) -> str:
+    """A schema or a structural tag as text; a text stays as it is. What it says is read later."""
+    words = {"json": "a JSON schema as a dict, a bool or a string"}.get(name, "a dict, or its JSON")
+    if not isinstance(value, str | Mapping) and not (name == "json" and isinstance(value, bool)):
+        raise ArgumentTypeError(name, words, type(value).__name__)
+    if isinstance(value, str):
+        _check_text(name, value)  # before it is read
     try:
-        if not isinstance(schema, str):
-            return json.dumps(schema if isinstance(schema, bool) else dict(schema), allow_nan=False)
-        json.loads(schema)
+        if not isinstance(value, str):
+            return json.dumps(value if isinstance(value, bool) else dict(value), allow_nan=False)
+        json.loads(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentError("json", "a JSON schema", f"what is no JSON ({error})") from None
-    return schema
+        raise ArgumentError(name, words.partition(" as ")[0], f"what is no JSON ({error})") from None
+    return value
 
 
 def _choices(choices: object) -> tuple[str, ...]:

@@ -40,12 +40,12 @@ _LOGS = "read LLMEngine.stats(), or the server's /metrics"
 ENGINE_ARGUMENTS = {
     # the checkpoint
     **_group(
-        "give a model that generates text",
-        runner=("auto", "generate"),
-        convert=("auto", "none"),
+        "give a model that generates text, or call LLM.embed",
+        runner=("auto", "generate", "pooling"),
+        convert=("auto", "none", "embed"),
         pooler_config=(),
         diffusion_config=(),
-        task=("auto", "generate"),  # of an earlier vLLM
+        task=("auto", "generate", "embed", "score"),  # of an earlier vLLM
     ),
     **_group("give the directory as model", model_weights=(), hf_config_path=(), download_dir=()),
     **_group(
@@ -60,7 +60,6 @@ ENGINE_ARGUMENTS = {
     ),
     **_group(
         "leave it out: a checkpoint is safetensors or pytorch_model.bin",
-        load_format=("auto", "hf", "safetensors", "gguf"),
         model_loader_extra_config=(),
         ignore_patterns=(["original/**/*"],),
     ),
@@ -91,9 +90,9 @@ ENGINE_ARGUMENTS = {
         structured_outputs_config=({"backend": "auto"}, {"backend": "guidance"}),
         guided_decoding_backend=("auto", "guidance"),  # of an earlier vLLM
     ),
+    **_group("give it to LLM.chat and LLM.parse_chat", reasoning_parser=()),
     **_group(
         "leave it out: the output's text has the reasoning in it",
-        reasoning_parser=(),
         reasoning_parser_plugin=(),
         reasoning_config=(),
     ),
@@ -148,8 +147,7 @@ ENGINE_ARGUMENTS = {
     ),
     # processes
     **_group(
-        "split the model by tensor_parallel_size alone",
-        pipeline_parallel_size=(1,),
+        "split the model by tensor_parallel_size or pipeline_parallel_size",
         prefill_context_parallel_size=(1,),
         decode_context_parallel_size=(1,),
         enable_hc_sp=(False,),
@@ -307,6 +305,7 @@ ENGINE_NAMES = {
     "spec_method": "speculation",
     "spec_tokens": "num_speculative_tokens",
 }
+FILE_FORMATS = ("hf", "safetensors", "gguf")  # of load_format, which are found here
 # Options that are None by default in vLLM, and not here.
 NONE_IS_DEFAULT = (
     *("block_size", "enable_prefix_caching", "max_num_seqs", "max_num_batched_tokens"),
@@ -321,7 +320,8 @@ SAMPLING_ARGUMENTS = {
     **_group("leave it out: each step has an output", stream_interval=(1,), output_text_buffer_length=(0,)),
     **_group("shorten the prompt's token ids", truncate_prompt_tokens=(-1,)),  # of an earlier vLLM
     **_group("give a cache_salt that no other request has", skip_reading_prefix_cache=(False,)),
-    **_group("give a function in logits_processors", extra_args=(), repetition_detection=(), thinking_token_budget=()),
+    **_group("give a function in logits_processors", extra_args=(), repetition_detection=()),
+    **_group("give it to LLM.chat", thinking_token_budget=()),
     **_group(
         "leave it out: nothing here does this",
         watermarking=(False,),
@@ -334,7 +334,6 @@ SAMPLING_NAMES = {"structured_outputs": "structured_output", "guided_decoding": 
 
 FORM_ARGUMENTS = {
     **_group('write "additionalProperties": false into the schema', disable_additional_properties=(False,)),
-    **_group("give a grammar", structural_tag=()),
     **_group("leave it out: llguidance compiles each form", backend=("auto", "guidance")),  # of an earlier vLLM
     **_any("backends", "disable_fallback"),
 }
@@ -352,8 +351,12 @@ CALL_ARGUMENTS = {
 }
 CHAT_ARGUMENTS = {
     **CALL_ARGUMENTS,
-    **_group("render the prompt yourself, and call generate", continue_final_message=(False,), tools=()),
     **_any("the form of a message, which follows from the template", "chat_template_content_format"),
+}
+POOLING_ARGUMENTS = {
+    **_group(_LORA, lora_request=()),
+    **_group("tokenize the prompt yourself, and give its token ids", tokenization_kwargs=()),
+    **_group("write the prompt yourself", chat_template=()),
 }
 BEAM_SEARCH_ARGUMENTS = {
     **_group(_LORA, lora_request=()),
@@ -421,7 +424,10 @@ def engine_options(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in NONE_IS_DEFAULT:
         if options.get(name, ...) is None:
             del options[name]
-    if options.get("distributed_executor_backend") == "uni" and options.get("tensor_parallel_size", 1) == 1:
+    if options.get("load_format") in FILE_FORMATS:
+        del options["load_format"]
+    sizes = [options.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
+    if options.get("distributed_executor_backend") == "uni" and sizes == [1, 1]:
         del options["distributed_executor_backend"]
     return options
 

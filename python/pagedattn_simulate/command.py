@@ -13,7 +13,7 @@ from torch import nn
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.execution.engine_setup import block_bytes_of
+from pagedattn_serve.execution.engine_setup import token_bytes_of
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
@@ -141,7 +141,7 @@ def shape_of(path: str, dtype: str, kv_cache_dtype: str) -> ModelShape:
         num_head_parameters=num_head_parameters,
         max_model_len=model.max_model_len,
         parameter_bytes=model.dtype.itemsize,
-        token_bytes=block_bytes_of(model, 16, kv_cache_dtype) // 16,
+        token_bytes=token_bytes_of(model, kv_cache_dtype),
     )
 
 

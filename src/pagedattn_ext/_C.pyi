@@ -1,4 +1,5 @@
 torch_target: str
+op_namespace: str  # torch.ops.<op_namespace> has the ops
 
 # Of the ops: heads of a cache, tokens of a block, rows of scales in the value cache of an int8 cache.
 MAX_HEAD_SIZE: int

@@ -13,6 +13,13 @@ if tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 10):
         f"pagedattn_ext: expected torch 2.10 or later, got {torch.__version__}: pip install 'torch>=2.10'"
     )
 
+# _C registers the ops under the name of this package. Torch cannot have two libraries under one name.
+if hasattr(getattr(torch.ops, re.sub(r"\W", "_", __name__)), "rms_norm"):
+    raise ImportError(
+        f"{__name__}: expected one copy of this package in a process, got a second one, whose ops torch could not tell "
+        "from those of the first: import one of them, or one as part of another package"
+    )
+
 from . import _C
 from . import ops as ops  # after _C, which registers the ops
 from .cpu_graph import CPUGraph as CPUGraph

@@ -23,7 +23,7 @@ def expect_defaults(function: Callable[..., Any], **arguments: object) -> None:
     None, 0 and False ask for nothing, and pass.
     """
     for name, value in arguments.items():
-        if not isinstance(value, Tensor) and not value:
+        if value is None or (not isinstance(value, Tensor) and not value):
             continue
         default = inspect.signature(function).parameters[name].default
         if isinstance(value, Tensor) or value != default:
@@ -52,20 +52,23 @@ def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> 
 
 def kept(make: Callable[..., T]) -> Callable[..., T]:
     """Decorates a function that makes tensors of numbers, and of a device, its last argument. What it has made for the
-    same arguments is kept, and must not be written to. It is made anew where something records how it is made:
-    torch.compile, a CPUGraph, a CUDA graph."""
+    same arguments is kept, and must not be written to. It is made anew where something records how it is made."""
     make_or_find = lru_cache(maxsize=32, typed=True)(make)  # typed: True is not the 1 that was checked before
 
     @wraps(make)
     def get(*args: Any) -> T:
-        is_recorded = (
-            torch.compiler.is_compiling()
-            or _get_current_dispatch_mode() is not None
-            or (args[-1].type == "cuda" and torch.cuda.is_current_stream_capturing())
-        )
-        return make(*args) if is_recorded else make_or_find(*args)
+        return make(*args) if is_recorded(args[-1]) else make_or_find(*args)
 
     return get
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Whether something records what is called: torch.compile, a CPUGraph, a CUDA graph."""
+    return (
+        torch.compiler.is_compiling()
+        or _get_current_dispatch_mode() is not None
+        or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def is_one_scale(scale: float | Tensor | None) -> bool:

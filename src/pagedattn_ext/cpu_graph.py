@@ -1,6 +1,7 @@
 """What a function computes on the CPU, captured once and replayed on the same memory without Python between the ops."""
 
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
@@ -22,6 +23,10 @@ ALLOCATIONS = (
     "new_empty",
     "new_empty_strided",
 )  # leave nothing to replay
+
+
+class CaptureError(RuntimeError):
+    """Within a capture came what a replay could not repeat."""
 
 
 class CPUGraph:
@@ -48,13 +53,14 @@ class CPUGraph:
         self._capture: _Capture | None = None
 
     def capture(self) -> AbstractContextManager[object]:
-        """A context. Within it, on this thread, the ops of this package are captured and not run, so their results are
-        undefined until `replay`. Ops of torch are run, and run again at each replay, unless they only allocate memory
-        or return views. Ops whose results are indices (`batch_positions`, `compute_slot_mapping` and
-        `consecutive_block_tables`) are run as well, because the ops behind them look at these values.
+        """A context. Within it, on this thread, the ops of this package are captured and not run: until `replay`, the
+        floating-point tensors that they return are zeros. Ops of torch are run, and run again at each replay, unless
+        they only allocate memory or return views. Ops whose results are indices (`batch_positions`,
+        `compute_slot_mapping` and `consecutive_block_tables`) are run as well, because the ops behind them look at
+        these values.
 
         Raises RuntimeError if this graph has a capture already, or if another capture is under way on this thread.
-        Raises RuntimeError if a tensor is not on the CPU. Raises RuntimeError for an op that a replay could not repeat:
+        Raises CaptureError, a RuntimeError, if a tensor is not on the CPU, or for an op that a replay could not repeat:
         its result is no tensor, as of `Tensor.item`; or the shape of its result depends on values, as of
         `torch.nonzero` or `x[mask]`; or it resizes memory. After any error within the context the graph is empty.
         """
@@ -97,11 +103,19 @@ class CPUGraph:
                 step()
 
 
+def run_at_replays(step: Callable[[], None]) -> None:
+    """Within a capture on this thread: call this at each replay, behind what was captured so far."""
+    _under_way.capture.add(step)
+
+
 class _State(StrEnum):
     NEW = "new"
     UNDER_WAY = "under way"
     COMPLETE = "complete"
     FAILED = "failed"
+
+
+_under_way = threading.local()  # its `capture`, within one
 
 
 class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -120,12 +134,14 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"CPUGraph: expected a new graph, got one with a capture that is {self.state}")
         self._begin()
         self.state = _State.UNDER_WAY
+        _under_way.capture = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._graph.end_capture()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        _under_way.capture = None
         is_whole = exception[0] is None and self.state is _State.UNDER_WAY
         self.state = _State.COMPLETE if is_whole else _State.FAILED
 
@@ -134,6 +150,13 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph.end_capture()
         if _get_current_dispatch_mode() is self:
             _pop_mode()
+            _under_way.capture = None
+
+    def add(self, step: Callable[[], None]) -> None:
+        """A step between what was captured so far and what comes."""
+        self._graph.end_capture()
+        self.steps.append(step)
+        self._begin()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """torch wraps this method, so that its compiler, if it compiles at the time, leaves the method alone."""
@@ -147,19 +170,22 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._refuse(f"expected shapes that do not depend on values, got {op}, whose result's does")
         result = op(*args, **kwargs)
         results = tensors_in(result)
-        self.own_bytes |= {storage.data_ptr(): storage.nbytes() for storage in self._keep(op, results)}
+        new = {storage.data_ptr(): storage.nbytes() for storage in self._keep(op, results)}
+        self.own_bytes |= new
         if any(before not in (0, after) for before, after in zip(addresses, _addresses(inputs), strict=True)):
             self._refuse(f"expected tensors that stay in their memory, got {op}, which moves one")
-        is_captured = op.namespace == "pagedattn_ext" or op._opname in ALLOCATIONS
+        is_captured = op.namespace == _C.op_namespace or op._opname in ALLOCATIONS
+        if is_captured:
+            for tensor in results:
+                if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() in new:
+                    tensor.zero_()  # else ops of torch behind this one would be run on NaN, by luck, and might raise
         is_view = torch.Tag.inplace_view in op.tags or (op.is_view and {*_addresses(results)} <= {*addresses})
         if not is_captured and not is_view:
             if not results:
                 self._refuse(f"expected ops that return tensors, got {op}, which a replay would miss")
             own = {id(tensor): tensor.detach() for tensor in inputs + results}  # which nobody gives other memory
             args, kwargs, results = tree_map_only(Tensor, lambda tensor: own[id(tensor)], (args, kwargs, results))
-            self._graph.end_capture()
-            self.steps.append(partial(_run_again, op, args, kwargs, results))
-            self._begin()
+            self.add(partial(_run_again, op, args, kwargs, results))
         return result
 
     def _begin(self) -> None:
@@ -170,7 +196,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _refuse(self, message: str) -> NoReturn:
         """Raise. A caller who catches the error must not get a graph that lacks what was refused."""
         self.state = _State.FAILED
-        raise RuntimeError(f"CPUGraph: {message}")
+        raise CaptureError(f"CPUGraph: {message}")
 
     def _keep(self, op: Any, tensors: list[Tensor]) -> list[UntypedStorage]:
         """The memory among it that was not kept before."""

@@ -56,11 +56,11 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention of a ragged batch: out, with return_softmax_lse (out, lse). return_attn_probs has no effect."""
     function = flash_attn_varlen_func
-    if cp_world_size != 1:
-        expect_defaults(function, cp_world_size=cp_world_size)
+    if cp_world_size != 1 or cp_rank != 0:
+        expect_defaults(function, cp_world_size=cp_world_size, cp_rank=cp_rank)
     expect_defaults(
-        function, q_v=q_v, output_scale=output_scale, cp_rank=cp_rank, cp_tot_seqused_k=cp_tot_seqused_k,
-        mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors,
+        function, q_v=q_v, output_scale=output_scale, cp_tot_seqused_k=cp_tot_seqused_k, mask_mod=mask_mod,
+        block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors,
         aux_tensor_leading_dims=aux_tensor_leading_dims, dynamic_causal=dynamic_causal,
     )  # fmt: skip
     return flash_attn.flash_attn_varlen_func(

@@ -1,4 +1,5 @@
-"""vLLM's CPU attention on the ops of this package, as a plugin: PAGEDATTN_VLLM=1 turns the plugin on.
+"""vLLM's CPU attention on the ops of this package, as a plugin: PAGEDATTN_VLLM=1 turns the plugin on, and
+PAGEDATTN_SANITIZE=1 puts its caches under the sanitizer.
 
 vLLM calls `register`, the entry point of the group `vllm.general_plugins`, in each of its processes.
 """
@@ -13,3 +14,7 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, "pagedattn_ext.vllm_backend.PagedAttentionBackend")
+    if os.environ.get("PAGEDATTN_SANITIZE") == "1":
+        from . import vllm_sanitizer
+
+        vllm_sanitizer.install()

@@ -23,6 +23,12 @@ PYTHON = os.environ.get("PAGEDATTN_PYTHON", str(ROOT / ".venv/bin/python"))
 # Clients of an evaluation ask their hubs and price lists for nothing here.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", LITELLM_LOCAL_MODEL_COST_MAP="True")
 
+MAKE_CALLER = """
+import sys
+from pathlib import Path
+from scripted_models import make_scripted_model
+make_scripted_model(Path(sys.argv[1]))
+"""
 Serve = Callable[..., AbstractContextManager[ServerProcess]]
 
 
@@ -66,3 +72,15 @@ def reference() -> Iterator[Callable[..., Any]]:
 def demo_model() -> str:
     """The directory of the demo model."""
     return str(ROOT / "python/pagedattn_serve/demo_model")
+
+
+@pytest.fixture(scope="session")
+def caller(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of a model that calls tools."""
+    directory = str(tmp_path_factory.mktemp("caller"))
+    paths = [str(ROOT / path) for path in ("tests/serving/helpers", "python", "src")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([PYTHON, "-c", MAKE_CALLER, directory], env=environment, check=True)
+    with serve(directory, "--served-model-name", "caller") as server:
+        yield server
+        server.wait_until_idle()

@@ -17,6 +17,7 @@ UNLIKELY_TO_BE_VALID = {
         "guided_choice",
         "guided_grammar",
     ),
+    *("suffix", "previous_response_id", "tools", "tool_choice", "text", "output_config", "output_format"),
     *("use_beam_search", "best_of", "length_penalty", "early_stopping", "stream_options", "top_logprobs"),
 }
 MAX_TOKENS = 4
@@ -37,6 +38,11 @@ def answerable(path: str, body: dict[str, Any]) -> dict[str, Any]:
         body["messages"] = [{"role": "user", "content": each.get("content") or "a"} for each in body["messages"]]
     if path == "/v1/completions":
         body.setdefault("prompt", "a")
+    if path.startswith("/v1/responses"):
+        body.setdefault("input", "a")
+        body["max_output_tokens"] = MAX_TOKENS
+    if path == "/v1/messages":
+        body["max_tokens"] = MAX_TOKENS
     if path.endswith("completions"):
         body["max_tokens"] = MAX_TOKENS
         body["min_tokens"] = min(body.get("min_tokens", 0), MAX_TOKENS)

@@ -20,7 +20,7 @@ NUM_AT_ONCE = 200
 MAX_TOKENS = 24
 PROMPTS = [f"{start} {number}" for start in ("The with statement", "A class", "Return the") for number in range(10)]
 LEAVING_SHARE = 0.25  # of the clients, after some events or before the first
-WARM_UP_ROUNDS = 11  # until all of the cache has been used, and the allocator has its pools
+WARM_UP_ROUNDS = 4  # until the allocator of the process that clients talk to has its pools
 MEMORY_SLACK = 8 << 20  # bytes that two rounds may add
 
 
@@ -121,6 +121,8 @@ def test_many_streams(loaded_server: ServerProcess, texts: dict[str, str], capsy
         for each in streams:
             assert texts[each.prompt].startswith(each.text)
         loaded_server.wait_until_idle()
+        if files:  # the last connections may be closed a little later
+            wait_for(lambda: loaded_server.metrics()["process_open_fds"] <= files[0])
         metrics = loaded_server.metrics()
         memory.append(metrics["process_resident_memory_bytes"])
         files.append(metrics["process_open_fds"])
@@ -131,10 +133,9 @@ def test_many_streams(loaded_server: ServerProcess, texts: dict[str, str], capsy
                 f" whole {percentiles([each.total_seconds for each in stayed])}, {memory[-1] / 2**20:.1f} MiB"
             )
     assert memory[-1] - memory[-3] < MEMORY_SLACK
-    assert max(files[1:]) <= files[0]
 
 
-NUM_SLOW = 4
+NUM_SLOW = 2
 SLOW: dict[str, Any] = {"max_tokens": 400, "n": 4, "ignore_eos": True, "logprobs": 20}  # a megabyte and more
 
 
@@ -208,6 +209,7 @@ def test_a_client_that_is_killed(loaded_server: ServerProcess) -> None:
 def test_sigterm_under_load(serve: Any, shutdown_timeout: str) -> None:
     """Streams end as they would, or where there is no time for that with an error; the status is 0 either way."""
     num_tokens = 200
+    begun: list[float] = []
 
     async def streams(server: ServerProcess) -> list[bytes]:
         host, port = server.url.removeprefix("http://").split(":")
@@ -220,6 +222,7 @@ def test_sigterm_under_load(serve: Any, shutdown_timeout: str) -> None:
             started.append(writer)
             if len(started) == 50:
                 server.process.terminate()
+                begun.append(time.monotonic())
             received += await reader.read()
             writer.close()
             return received
@@ -228,10 +231,9 @@ def test_sigterm_under_load(serve: Any, shutdown_timeout: str) -> None:
         return await asyncio.gather(*(client() for _ in range(50)))
 
     with serve("--shutdown-timeout", shutdown_timeout) as server:
-        begun = time.monotonic()
         received = asyncio.run(streams(server))
         assert server.process.wait(60) == 0
-        seconds = time.monotonic() - begun
+        seconds = time.monotonic() - begun[0]
     assert all(b"data: [DONE]\n\n" in each for each in received)
     cut = [b'"error"' in each for each in received]
     assert not any(cut) or shutdown_timeout != "60"

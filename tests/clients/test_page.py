@@ -43,18 +43,39 @@ def complaints() -> list[str]:
     return []
 
 
-@pytest.fixture
-def page(browser: Browser, slow_server: ServerProcess, complaints: list[str]) -> Iterator[Page]:
+@contextmanager
+def opened(browser: Browser, server: ServerProcess, complaints: list[str]) -> Iterator[Page]:
     page = browser.new_page()
     page.set_default_timeout(PATIENCE)
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
     page.on("pageerror", lambda error: complaints.append(str(error)))
-    url = slow_server.url
+    url = server.url
     page.on("request", lambda request: None if request.url.startswith(url) else complaints.append(request.url))
     page.goto(url)
-    expect(page.locator("#model")).to_have_text(slow_server.model, timeout=PATIENCE)
+    expect(page.locator("#model")).to_have_text(server.model, timeout=PATIENCE)
     yield page
     page.close()
+
+
+@pytest.fixture
+def page(browser: Browser, slow_server: ServerProcess, complaints: list[str]) -> Iterator[Page]:
+    with opened(browser, slow_server, complaints) as page:
+        yield page
+
+
+@pytest.fixture
+def calling_page(browser: Browser, caller: ServerProcess, complaints: list[str]) -> Iterator[Page]:
+    """Of a model that thinks and calls a function for Paris, calls it again for Rome, and answers."""
+    with opened(browser, caller, complaints) as page:
+        page.check("input[value=tools]")
+        yield page
+
+
+def messages_sent(page: Page) -> list[Any]:
+    """The messages of each request, as they come."""
+    sent: list[Any] = []
+    page.on("request", lambda each: sent.append(each.post_data_json["messages"]) if "/v1/" in each.url else None)
+    return sent
 
 
 @contextmanager
@@ -103,8 +124,7 @@ def test_a_completion_streams_and_the_map_changes(page: Page, complaints: list[s
 
 
 def test_a_chat_goes_on_from_what_was_said(page: Page, complaints: list[str]) -> None:
-    bodies: list[Any] = []
-    page.on("request", lambda request: bodies.append(request.post_data_json) if "/v1/" in request.url else None)
+    sent = messages_sent(page)
     page.check("input[value=chat]")
     page.fill("#max-tokens", "8")
     for number in (1, 2):
@@ -113,10 +133,10 @@ def test_a_chat_goes_on_from_what_was_said(page: Page, complaints: list[str]) ->
         expect(page.locator("#answer .user")).to_have_count(number, timeout=PATIENCE)
         expect(page.locator("#timing")).to_contain_text("ended by", timeout=PATIENCE)
         expect(page.locator("#prompt")).to_have_value("")
-    first, answer = bodies[0]["messages"], page.locator("#answer .assistant").first.text_content()
+    first, answer = sent[0], page.locator("#answer .assistant").first.text_content()
     assert first == [{"role": "user", "content": "Question 1"}]
     said = [{"role": "assistant", "content": answer}, {"role": "user", "content": "Question 2"}]
-    assert answer and bodies[1]["messages"] == first + said
+    assert answer and sent[1] == first + said
     page.click("#clear")
     assert page.locator("#answer").inner_text() == ""
     assert complaints == []
@@ -130,6 +150,113 @@ def test_a_message_that_is_refused_was_not_said(page: Page) -> None:
     expect(page.locator("#timing")).to_contain_text("maximum context length", timeout=PATIENCE)
     assert page.locator("#answer p").count() == 0
     assert page.locator("#prompt").input_value() == "A question"
+
+
+def test_a_chat_with_functions_by_keyboard_on_a_telephone(calling_page: Page, complaints: list[str]) -> None:
+    """The results that are typed go back under the ids of their calls."""
+    page, sent = calling_page, messages_sent(calling_page)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.fill("#max-tokens", "300")
+    page.press("#prompt", "Control+Enter")
+    schemes: list[Any] = ["light", "dark"]
+    for number, (city, scheme) in enumerate(zip(("Paris", "Rome"), schemes, strict=True), start=1):
+        label = f'Result of get_weather {{"city": "{city}"}}'
+        result = page.get_by_label(label, exact=True)
+        expect(result).to_be_focused(timeout=PATIENCE)
+        expect(page.locator("#answer .call")).to_have_count(number)
+        expect(page.locator("#send")).to_be_disabled()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.emulate_media(color_scheme=scheme)
+        found = Axe().run(page)
+        assert found.violations_count == 0, found.generate_report()
+        page.keyboard.type(f"No rain in {city}")
+        page.keyboard.press("Control+Enter")
+        expect(page.locator("#answer .result").nth(number - 1)).to_have_text(
+            f"Result of get_weather No rain in {city}", timeout=PATIENCE
+        )
+    expect(page.locator("#answer .assistant")).to_have_text('{"city": "Rome", "rains": true}', timeout=PATIENCE)
+    expect(page.locator("#send")).to_be_enabled(timeout=PATIENCE)
+    assert page.locator("#answer .thought").inner_text() == "Thought Perhaps in Paris."
+    assert page.locator("#answer .call").first.inner_text() == 'Calls get_weather {"city": "Paris"}'
+    user, call, result, *others = sent[-1]
+    assert user == {"role": "user", "content": "What is the weather in Paris?"}
+    assert call["reasoning_content"] == "Perhaps in Paris." and call["content"] == ""
+    [asked] = call["tool_calls"]
+    assert asked["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+    assert result == {"role": "tool", "tool_call_id": asked["id"], "content": "No rain in Paris"}
+    assert [each["role"] for each in others] == ["assistant", "tool"]
+    assert complaints == []
+
+
+def test_a_call_that_is_cut_off_waits_for_no_result(calling_page: Page) -> None:
+    page, sent = calling_page, messages_sent(calling_page)
+    page.fill("#max-tokens", "100")  # bytes
+    page.press("#prompt", "Control+Enter")
+    expect(page.locator("#answer .call")).to_contain_text("cut off", timeout=PATIENCE)
+    expect(page.locator("#results-form")).to_be_hidden()
+    page.fill("#prompt", "Go on")
+    page.press("#prompt", "Control+Enter")
+    expect(page.locator("#answer .user")).to_have_count(2, timeout=PATIENCE)
+    expect(page.locator("#timing")).to_contain_text("ended by", timeout=PATIENCE)
+    assert sent[1][1] == {"role": "assistant", "content": "", "reasoning_content": "Perhaps in Paris."}
+
+
+def test_each_of_two_calls_has_its_own_result(page: Page) -> None:
+    """The arguments are shown as they come, piece by piece."""
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    for index, zone in enumerate("ab"):
+        begin = {"index": index, "id": f"call-{zone}", "function": {"name": "get_time", "arguments": ""}}
+        deltas.append({"tool_calls": [begin]})
+        for text in ('{"zone": ', f'"{zone}"}}'):
+            deltas.append({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+    choices = [{"delta": delta} for delta in deltas] + [{"delta": {}, "finish_reason": "tool_calls"}]
+    events = [f"data: {json.dumps({'choices': [choice]})}\n\n" for choice in choices]
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body="".join(events) + "data: [DONE]\n\n"))
+    sent = messages_sent(page)
+    page.check("input[value=tools]")
+    page.evaluate(
+        """() => {
+            window.seen = new Set();
+            const look = () => window.seen.add(document.querySelector("#answer .call code")?.textContent);
+            const changes = { childList: true, characterData: true, subtree: true };
+            new MutationObserver(look).observe(document.getElementById("answer"), changes);
+        }"""
+    )
+    page.click("#send")
+    for zone in "ba":
+        page.get_by_label(f'Result of get_time {{"zone": "{zone}"}}', exact=True).fill(f"noon in {zone}")
+    page.click("#results-form button")
+    expect(page.locator("#answer .call")).to_have_count(4, timeout=PATIENCE)
+    page.unroute_all()
+    shown = page.evaluate("[...window.seen].filter((each) => each)")
+    assert shown == ['{"zone": ', '{"zone": "a"}']
+    _, called, *results = sent[1]
+    assert [call["function"]["arguments"] for call in called["tool_calls"]] == ['{"zone": "a"}', '{"zone": "b"}']
+    assert [(each["tool_call_id"], each["content"]) for each in results] == [
+        ("call-a", "noon in a"),
+        ("call-b", "noon in b"),
+    ]
+
+
+def test_wrong_functions_are_shown_at_their_field(page: Page) -> None:
+    page.check("input[value=tools]")
+    tools, error = page.get_by_label("Functions that the model may call"), page.locator("#tools-error")
+    sample = tools.input_value()
+    for written, said in (
+        ("[{", "This is not JSON: "),
+        ('[{"type": "function"}]', "function: expected a value"),
+        (sample, "does not write them into the prompt"),  # the demo model
+    ):
+        tools.fill(written)
+        expect(error).to_have_text("")
+        page.press("#prompt", "Control+Enter")
+        expect(error).to_contain_text(said, timeout=PATIENCE)
+        expect(tools).to_be_focused()
+        expect(tools).to_have_attribute("aria-invalid", "true")
+        assert page.locator("#answer p").count() == 0
+    assert page.locator("#prompt").input_value() == "What is the weather in Paris?"
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()
 
 
 def test_colours_of_many_requests_differ(page: Page, slow_server: ServerProcess) -> None:
@@ -337,5 +464,6 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(page: Page) -> None:
 
 def test_tiles_stand_two_abreast_on_a_telephone(page: Page) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
-    tops = page.eval_on_selector_all(".figures div", "tiles => tiles.map(tile => tile.getBoundingClientRect().top)")
+    shown = ".figures div:not([hidden])"
+    tops = page.eval_on_selector_all(shown, "tiles => tiles.map(tile => tile.getBoundingClientRect().top)")
     assert [tops.count(top) for top in sorted(set(tops))] == [2, 2, 2, 2]

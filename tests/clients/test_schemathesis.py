@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from server_process import ServerProcess
 
 OPTIONS = [
@@ -19,6 +20,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.timeout(900)  # thousands of requests
 def test_the_server_is_as_it_says(server: ServerProcess) -> None:
     before = answers(server)
     done = subprocess.run(
@@ -28,7 +30,7 @@ def test_the_server_is_as_it_says(server: ServerProcess) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         assert (answers(server) - before)[path, "200"] >= 50, "too few were answered to say anything"
     server.wait_until_idle()
 

@@ -214,10 +214,10 @@ def test_softcap_far_above_and_below_the_logits(device, dtype, softcap):
 def test_sliding_window_may_begin_anywhere(pytestconfig, device, dtype, block_size, rows):
     """Every offset of the first token in a block, a vector and a tile; blocks before the window may have any id.
 
-    Every third window, on the simt device every seventh: blocks, vectors and tiles have powers of two as sizes, so
+    Every fifth window, on the simt device every seventh: blocks, vectors and tiles have powers of two as sizes, so
     these windows meet every offset, too. Each case begins with another window."""
     case = Case(((rows, 150),), dtype, num_kv_heads=1, head_size=8, block_size=block_size)
-    every = 7 if OPS.namespace == "pagedattn_simt" else 3
+    every = 7 if OPS.namespace == "pagedattn_simt" else 5
     if pytestconfig.getoption("long"):
         every = 1
     first = 1 + (DTYPES.index(dtype) + block_size // 8 + rows) % every
@@ -231,6 +231,16 @@ def test_sliding_window_may_begin_anywhere(pytestconfig, device, dtype, block_si
         out_freed, lse_freed = OPS.paged_attention(**arguments | {"block_tables": freed})
         assert_same_bits(out_freed, out)
         assert_same_bits(lse_freed, lse)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [2, 10])
+def test_right_window_may_end_anywhere(device, dtype, rows):
+    """At every token from a row's own one on: it is the last one that the row sees."""
+    case = Case(((rows, 150),), dtype, num_kv_heads=1, head_size=8, causal=False)
+    for window in range(rows):
+        arguments = make_arguments(replace(case, right_window=window), device)
+        assert_attention(arguments, *OPS.paged_attention(**arguments))
 
 
 def test_windows_of_rows_that_begin_in_two_partitions(device):

@@ -21,6 +21,7 @@ from op_table import OPS
 
 from pagedattn_ext import ops
 
+pytestmark = pytest.mark.code_for()  # for nothing beyond avx512
 BLOCK_DTYPES = [
     *DTYPES,
     torch.float8_e4m3fn,

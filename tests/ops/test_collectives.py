@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -207,18 +208,23 @@ def test_many_calls():
 def test_a_signal_while_waiting():
     """The op goes on, and Python handles the signal when the op is over."""
     ticks = []
+    told, tell = os.pipe()
 
     def work(group: SharedMemoryGroup) -> tuple[float, bool]:
         if group.rank == 1:
+            os.read(told, 1)  # that rank 0 is about to wait
             time.sleep(0.3)
         else:
             signal.signal(signal.SIGALRM, lambda *_: ticks.append(1))
             signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+            os.write(tell, b"x")
         total = float(one(group)[0])
         signal.setitimer(signal.ITIMER_REAL, 0)
         return total, bool(ticks)
 
     assert results(2, work) == [(2.0, True), (2.0, False)]
+    os.close(told)
+    os.close(tell)
 
 
 def test_a_signal_while_waiting_for_a_rank_that_hangs():
@@ -262,10 +268,27 @@ def until_an_error(group: SharedMemoryGroup, call: Callable[[SharedMemoryGroup],
     return moment, group.broken or ""
 
 
+@contextmanager
+def ranks_that_call(world_size: int, **options: Any) -> Iterator[Ranks]:
+    """Ranks that do until_an_error, once each has made a call."""
+    told, tell = os.pipe()
+
+    def work(group: SharedMemoryGroup) -> tuple[float, str]:
+        one(group)
+        os.write(tell, b"x")
+        return until_an_error(group)
+
+    with Ranks(world_size, work, **options) as ranks:
+        for _ in range(world_size):
+            os.read(told, 1)
+        yield ranks
+    os.close(told)
+    os.close(tell)
+
+
 def test_a_killed_rank():
     """In mid-call, while others call as fast as they can."""
-    with Ranks(3, until_an_error) as ranks:
-        time.sleep(0.3)
+    with ranks_that_call(3) as ranks:
         killed = time.monotonic()
         os.kill(ranks.processes[1].pid, signal.SIGKILL)  # nobody waits for it: it stays a zombie
         for rank in (0, 2):
@@ -289,13 +312,12 @@ def test_a_rank_that_is_killed_between_calls():
 
 def test_a_stopped_rank():
     """After its time-out. When it goes on, it hears the same."""
-    with Ranks(2, until_an_error, timeout_seconds=0.4) as ranks:
-        time.sleep(0.3)
+    with ranks_that_call(2, timeout_seconds=2) as ranks:
         os.kill(ranks.processes[1].pid, signal.SIGSTOP)
         texts = [ranks.receive(0)[1]]
         os.kill(ranks.processes[1].pid, signal.SIGCONT)
         texts.append(ranks.receive(1)[1])
-        assert texts == [f"{ranks.name(1)} has not come within 0.4 seconds: it is stopped"] * 2
+        assert texts == [f"{ranks.name(1)} has not come within 2 seconds: it is stopped"] * 2
 
 
 def test_a_rank_that_never_joins():

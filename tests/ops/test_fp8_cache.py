@@ -37,6 +37,7 @@ from hypothesis import strategies as st
 
 from pagedattn_ext import ops
 
+pytestmark = pytest.mark.code_for("avx512_vnni", "avx512_bf16", "amx")
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pagedattn_ext import allocate_kv_cache, ops
 
+pytestmark = pytest.mark.code_for("avx512_vnni")
 CPU = pytest.mark.devices("cpu")
 MAX_CODE_16 = 32767  # queries and weights are rounded to so many steps
 NO_BLOCK = 2**31 - 1

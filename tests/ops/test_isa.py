@@ -75,6 +75,7 @@ def test_the_patterns_find_what_is_there(code):
 
 
 @pytest.mark.devices("cpu")
+@pytest.mark.code_for("avx512_vnni", "avx512_bf16", "amx")
 def test_capability_of_a_test(device, request):
     """`make test` runs the op tests on every instruction set that the machine has. This says that they do."""
     available = pagedattn_ext.build_info()["cpu_capabilities"]

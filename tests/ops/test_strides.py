@@ -8,7 +8,7 @@ import torch
 from attention_cases import Case, assert_attention, make_arguments
 from cache_layouts import LAYOUTS
 from checks import DTYPES, assert_row_gap_untouched, assert_same_bits, tensors_in, to_device, with_row_gap
-from op_calls import CALLS, CALLS_ON_CUDA, op_of, results
+from op_calls import CALLS, CALLS_ON_CUDA, LINEAR, op_of, results
 from op_calls import make_arguments as make_call
 from op_table import OPS
 
@@ -21,7 +21,7 @@ STRIDED = {
     "paged_attention_v1": PAGED | {"out": 1},
     "paged_attention_v2": PAGED | {"out": 1},
     "paged_attention": PAGED,
-    "check_paged_attention": PAGED,
+    "append_and_attend": PAGED | ROWS,
     "varlen_attention": {"query": 1, "key": 2, "value": 2},
     "mla_attention": {"q_nope": 2, "q_pe": 2, "kv_c_cache": 2, "k_pe_cache": 2, "block_tables": 1},
     "merge_attn_states": {},
@@ -47,7 +47,8 @@ STRIDED = {
     "rotary_embedding of a batch": {"query": 1, "key": 1},
     **{f"{name}_and_mul": {"out": 1, "input": 1} for name in ("silu", "gelu", "gelu_tanh")},
     **{name: {"out": 1, "input": 1} for name in ("mul_and_silu", "gelu_new", "gelu_fast", "gelu_quick")},
-    **{name: {"input": 1} for name in ("linear_packed", "linear_int4", "linear_int8")},
+    **{name: {"input": 1} for name in LINEAR},
+    **{f"grouped_{name}": {"input": 1} for name in LINEAR},
     "pack_linear_weight": {"weight": 1},
     "pack_linear_weight_int8": {"weight": 1},
     "pack_linear_weight_int4": {"codes": 1, "scales": 1, "zeros": 1},

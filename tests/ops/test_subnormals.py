@@ -9,7 +9,11 @@ from op_table import OPS
 
 from pagedattn_ext import CPUGraph, ops
 
-pytestmark = [pytest.mark.devices("cpu"), pytest.mark.usefixtures("device")]
+pytestmark = [
+    pytest.mark.devices("cpu"),
+    pytest.mark.code_for("avx512_vnni", "avx512_bf16", "amx"),
+    pytest.mark.usefixtures("device"),
+]
 
 TINY = 2.0**-130  # the least normal number is 2^-126
 LARGE = 2.0**20  # makes a normal number of TINY

@@ -12,7 +12,7 @@ from server_process import children_of
 
 from pagedattn_serve import ray_serve
 
-HEALTH_CHECK_SECONDS = 2  # Ray Serve replaces a replica when three in a row have failed
+HEALTH_CHECK_SECONDS = 5  # Ray Serve replaces a replica when three in a row have failed
 BODY = {"model": "demo_model", "prompt": "A class", "max_tokens": 8, "temperature": 0}
 TEXT = " can be parameterized\n(see below"  # in fp32
 NODE = {"num_cpus": 1, "resources": {"room for a replica": 1}}
@@ -24,17 +24,18 @@ class Replica(NamedTuple):
     core_pid: int
 
     def freeze(self) -> None:
-        """No step from here on: a request stays where it is until `thaw`."""
+        """No step from here on: a request stays where it is until `thaw`, or until Ray Serve replaces the replica, as
+        an engine that hangs is not healthy."""
         os.kill(self.core_pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
         os.kill(self.core_pid, signal.SIGCONT)
 
 
-def run(name: str, **options: Any) -> None:
+def run(name: str, health_check_period_s: float = HEALTH_CHECK_SECONDS, **options: Any) -> None:
     """Deploy, or deploy anew, with these options of Ray Serve. Returns when it serves."""
     replica = ray_serve.Engine.options(
-        health_check_period_s=HEALTH_CHECK_SECONDS,
+        health_check_period_s=health_check_period_s,
         graceful_shutdown_wait_loop_s=0.1,
         ray_actor_options=NODE,
         **options,

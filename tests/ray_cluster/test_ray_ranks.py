@@ -93,8 +93,8 @@ def test_a_rank_on_another_node_is_killed(other_node: Any) -> None:
     with pytest.raises(ExecutorDeadError, match=rf"rank \d \(process {ranks[0]} on .*\) has ended"):
         text_of(llm)
     assert time.monotonic() - started < AT_ONCE_SECONDS
-    wait_for(lambda: not any(map(is_running, ranks)), 30)
-    wait_for(lambda: num_free_cpus() == before, 30)
+    wait_for(lambda: not any(map(is_running, ranks)))
+    wait_for(lambda: num_free_cpus() == before)
 
 
 PROGRAM = """
@@ -120,7 +120,7 @@ def test_the_driver_is_killed(cluster: Cluster, other_node: Any) -> None:
         assert word == "loaded" and is_running(int(rank))
         driver.kill()
     wait_for(lambda: not is_running(int(rank)), 30)
-    wait_for(lambda: num_free_cpus() == before, 30)
+    wait_for(lambda: num_free_cpus() == before)
 
 
 def test_a_node_is_lost(cluster: Cluster, other_node: Any) -> None:

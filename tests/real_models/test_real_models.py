@@ -157,6 +157,39 @@ def test_a_call_that_a_schema_holds() -> None:
     assert json.loads(answer.outputs[0].text) == {"name": "get_weather", "arguments": {"city": "Paris"}}
 
 
+# SmolLM2's own template knows no tools. This one writes them as Hermes does.
+TOOL_TEMPLATE = """\
+{{- '<|im_start|>system\\nYou are a helpful assistant. You may call these functions:\\n<tools>\\n' }}
+{%- for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}</tools>
+A call is a JSON object: <tool_call>
+{"name": <function>, "arguments": <object>}
+</tool_call><|im_end|>
+{% for message in messages %}{{ '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}{% endfor %}
+{{- '<|im_start|>assistant\\n' }}"""
+
+
+def test_a_call_of_a_tool() -> None:
+    """The model chooses which, and with what: it has to call one."""
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    descriptions = {"get_weather": "The weather of a city.", "get_time": "The time in a city."}
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": name, "description": words, "parameters": city | {"additionalProperties": False}},
+        }
+        for name, words in descriptions.items()
+    ]
+    llm = make_llm(smollm2())
+    question = [{"role": "user", "content": "What is the weather in Paris?"}]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    [output] = llm.chat(
+        question, params, use_tqdm=False, tools=tools, tool_choice="required", chat_template=TOOL_TEMPLATE
+    )
+    [said] = llm.parse_chat(output, tools, TOOL_TEMPLATE)
+    assert (said.calls[0].name, json.loads(said.calls[0].arguments)) == ("get_weather", {"city": "Paris"})
+
+
 def test_microformer() -> None:
     """pytorch_model.bin, and words of its own: the tokens of transformers' `generate`."""
     directory = microformer()

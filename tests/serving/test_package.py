@@ -1,10 +1,11 @@
-"""The package itself: its names, its version, and what it says where the extra is not installed."""
+"""The package itself: its names, its version, and what it says where something that it needs is not installed."""
 
 import json
 import re
 import subprocess
 import sys
-import tomllib
+from collections.abc import Callable
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from pagedattn_serve.errors import how_to_install
 
 COMMAND = "import sys; from pagedattn_serve.cli import main; sys.exit(main())"  # as its script has it
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def python(program: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +27,7 @@ def test_names_and_version() -> None:
     assert {"LLM", "SamplingParams", "__version__"} < set(dir(pagedattn_serve))
     for name in pagedattn_serve.__all__:
         assert getattr(pagedattn_serve, name) is not None
-    assert pagedattn_serve.__version__ == PROJECT["version"]
+    assert pagedattn_serve.__version__ == version("pagedattn-serve") == version("pagedattn-ext")
     with pytest.raises(AttributeError, match="module 'pagedattn_serve' has no attribute 'LMM'"):
         pagedattn_serve.LMM  # type: ignore[attr-defined]  # noqa: B018
 
@@ -71,8 +71,8 @@ def test_imports_that_take_long_come_with_a_model_that_needs_them(tmp_path: Path
     assert done.stdout.splitlines() == ["[]", "[]", "['huggingface_hub', 'transformers']"]
 
 
-EXTRA = ["huggingface_hub", "numpy", "safetensors", "transformers"]
-SERVER_EXTRA = ["fastapi", "httptools", "jinja2", "prometheus_client", "pydantic", "uvicorn"]
+NEEDED = ["huggingface_hub", "numpy", "safetensors", "transformers"]
+NEEDED_BY_SERVER = ["fastapi", "httptools", "jinja2", "prometheus_client", "pydantic", "uvicorn"]
 
 
 # One import of torch for all. Each program runs in a child, which does as if packages were missing. What it says is its
@@ -103,35 +103,54 @@ print(json.dumps([run(*case) for case in json.loads(sys.argv[1])]))
 """
 
 
-def run_in_children(cases: list[tuple[list[str], str]]) -> list[tuple[int, list[str]]]:
-    """Status and standard error of each (missing packages, program)."""
+MISSING = [NEEDED, *([name] for name in NEEDED)]
+PLAIN = "import pagedattn_ext; from pagedattn_serve import SamplingParams, RequestOutput, DEMO_MODEL"
+OFFLINE = "from pagedattn_serve import LLM"
+SERVE = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['serve']))"
+RAY_SERVE = "import pagedattn_serve.ray_serve"
+RAY_RANKS = (
+    "from pagedattn_serve import DEMO_MODEL, LLM\n"
+    "LLM(DEMO_MODEL, tensor_parallel_size=2, distributed_executor_backend='ray')"
+)
+
+
+Said = Callable[[list[str], str], tuple[int, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def said() -> Said:
+    """said(missing packages, program): status and standard error, of one of the cases here."""
+    cases = [(names, program) for program in (PLAIN, OFFLINE) for names in MISSING]
+    cases += [([name], program) for program in (OFFLINE, SERVE) for name in NEEDED_BY_SERVER]
+    cases += [(["ray"], program) for program in (RAY_SERVE, RAY_RANKS)]
     command = [sys.executable, "-c", IN_CHILDREN, json.dumps(cases)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [(status, lines) for status, lines in json.loads(done.stdout)]
+    results = [(status, lines) for status, lines in json.loads(done.stdout)]
+    return lambda missing, program: results[cases.index((missing, program))]
 
 
-def test_without_the_extra() -> None:
+def test_without_what_is_needed(said: Said) -> None:
     """All of its packages, or one: an ImportError that says what to do. The ops, and what needs none of them, work."""
-    missing = [EXTRA, *([name] for name in EXTRA)]
-    plain = "import pagedattn_ext; from pagedattn_serve import SamplingParams, RequestOutput, DEMO_MODEL"
-    needs_it = "from pagedattn_serve import LLM"
-    said = run_in_children([(names, program) for program in (plain, needs_it) for names in missing])
-    assert said[: len(missing)] == [(0, [])] * len(missing)
-    for names, (status, lines) in zip(missing, said[len(missing) :], strict=True):
-        expected = f"ImportError: pagedattn_serve: expected {', '.join(names)}: {how_to_install('serve')}"
+    for names in MISSING:
+        assert said(names, PLAIN) == (0, [])
+        status, lines = said(names, OFFLINE)
+        expected = f"ImportError: pagedattn_serve: expected {', '.join(names)}: {how_to_install()}"
         assert (status, lines[-1]) == (1, expected)
 
 
-def test_the_extra_is_what_the_project_says() -> None:
-    named = [requirement.split(">=")[0].replace("-", "_") for requirement in PROJECT["optional-dependencies"]["serve"]]
-    assert named == sorted(EXTRA + SERVER_EXTRA)
+def test_what_is_needed_is_what_is_installed() -> None:
+    """With the ops, of this version alone."""
+    lines = [line for line in requires("pagedattn-serve") or () if "extra ==" not in line]
+    lines.remove(f"pagedattn-ext=={version('pagedattn-ext')}")
+    assert sorted(re.split(r"\W", line.replace("-", "_"))[0] for line in lines) == sorted(NEEDED + NEEDED_BY_SERVER)
 
 
 def test_what_installs_an_extra_needs_no_package_index() -> None:
     """The index has no release of the project: its name may become a stranger's. Until there is a release, neither a
     message nor a page says `pip install` and the name."""
-    assert how_to_install("serve") == "pip install --no-build-isolation '.[serve]' in a clone of pagedattn_ext"
-    named = re.compile(r"pip3? install (-\S+ )*['\"]?pagedattn|pagedattn[-_]ext\[")
+    assert how_to_install() == "pip install --no-build-isolation . ./python in a clone of pagedattn_ext"
+    assert how_to_install("gguf") == "pip install --no-build-isolation . './python[gguf]' in a clone of pagedattn_ext"
+    named = re.compile(r"pip3? install (-\S+ )*['\"]?pagedattn|pagedattn[-_](ext|serve)\[")
     folders = [ROOT / name for name in ("python", "src", "docs", "bench")]
     files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".md")]
     assert len(files) > 100
@@ -152,21 +171,16 @@ def test_python_runs_the_package_as_the_command() -> None:
     assert done.stderr.startswith("python -m pagedattn_serve: error: ")
 
 
-def test_serving_without_the_extra() -> None:
-    serve = "import sys; from pagedattn_serve.cli import main; sys.exit(main(['serve']))"
-    offline = "from pagedattn_serve import LLM"
-    said = run_in_children([([name], program) for program in (offline, serve) for name in SERVER_EXTRA])
-    assert said[: len(SERVER_EXTRA)] == [(0, [])] * len(SERVER_EXTRA)
-    for name, of_server in zip(SERVER_EXTRA, said[len(SERVER_EXTRA) :], strict=True):
-        line = f"pagedattn: error: pagedattn_serve: expected {name}: {how_to_install('serve')}"
-        assert of_server == (1, [line])
+def test_serving_without_what_is_needed(said: Said) -> None:
+    for name in NEEDED_BY_SERVER:
+        assert said([name], OFFLINE) == (0, [])
+        line = f"pagedattn: error: pagedattn_serve: expected {name}: {how_to_install()}"
+        assert said([name], SERVE) == (1, [line])
 
 
-def test_without_ray() -> None:
-    engine = "from pagedattn_serve import DEMO_MODEL, LLM; LLM(DEMO_MODEL, tensor_parallel_size=2, {})"
-    programs = ["import pagedattn_serve.ray_serve", engine.format("distributed_executor_backend='ray'")]
-    said = run_in_children([(["ray"], program) for program in programs])
-    assert [status for status, _ in said] == [1, 1]
-    assert said[0][1][-1] == f"ImportError: pagedattn_serve: expected ray: {how_to_install('ray')}"
+def test_without_ray(said: Said) -> None:
+    status, lines = said(["ray"], RAY_SERVE)
+    assert (status, lines[-1]) == (1, f"ImportError: pagedattn_serve: expected ray: {how_to_install('ray')}")
+    status, lines = said(["ray"], RAY_RANKS)
     expected = f"distributed_executor_backend: expected ray: {how_to_install('ray')}"
-    assert said[1][1][-1] == f"pagedattn_serve.errors.ArgumentImportError: {expected}"
+    assert (status, lines[-1]) == (1, f"pagedattn_serve.errors.ArgumentImportError: {expected}")

@@ -15,28 +15,29 @@ enum class Arithmetic {
   FLOATS,  // keys and values are converted to fp32
 };
 
-// KERNEL(name, layout and type of the cache, arithmetic, lowest, highest): there are copies for the capabilities from
-// `lowest` to `highest`. From a better capability, a compiler would make the same code as from `highest`. Of the
-// kernels for a cache, the first one that suits a call is chosen.
-#define PAGEDATTN_ATTEND_KERNELS(KERNEL)                                           \
-  KERNEL(attend_amx_bf16, CHUNKED, bfloat16, AMX, amx, amx)                        \
-  KERNEL(attend_pairs_bf16, CHUNKED, bfloat16, PAIRS, avx512_bf16, avx512_bf16)    \
-  KERNEL(attend_pairs_e4m3, CHUNKED, float8_e4m3, PAIRS, avx512_bf16, avx512_bf16) \
-  KERNEL(attend_pairs_e5m2, CHUNKED, float8_e5m2, PAIRS, avx512_bf16, avx512_bf16) \
-  KERNEL(attend_nhd_pairs_bf16, NHD, bfloat16, PAIRS, avx512_bf16, avx512_bf16)    \
-  KERNEL(attend_nhd_pairs_e4m3, NHD, float8_e4m3, PAIRS, avx512_bf16, avx512_bf16) \
-  KERNEL(attend_nhd_pairs_e5m2, NHD, float8_e5m2, PAIRS, avx512_bf16, avx512_bf16) \
-  KERNEL(attend_int8, CHUNKED, int8, INT8, default, avx512_vnni)                   \
-  KERNEL(attend_f32, CHUNKED, float, FLOATS, default, avx512)                      \
-  KERNEL(attend_f16, CHUNKED, float16, FLOATS, default, avx512)                    \
-  KERNEL(attend_bf16, CHUNKED, bfloat16, FLOATS, default, avx512)                  \
-  KERNEL(attend_e4m3, CHUNKED, float8_e4m3, FLOATS, default, avx512_vnni)          \
-  KERNEL(attend_e5m2, CHUNKED, float8_e5m2, FLOATS, default, avx512_vnni)          \
-  KERNEL(attend_nhd_f32, NHD, float, FLOATS, default, avx512)                      \
-  KERNEL(attend_nhd_f16, NHD, float16, FLOATS, default, avx512)                    \
-  KERNEL(attend_nhd_bf16, NHD, bfloat16, FLOATS, default, avx512)                  \
-  KERNEL(attend_nhd_e4m3, NHD, float8_e4m3, FLOATS, default, avx512_vnni)          \
-  KERNEL(attend_nhd_e5m2, NHD, float8_e5m2, FLOATS, default, avx512_vnni)
+// KERNEL(name, layout and type of the cache, arithmetic, lowest, highest, highest of ARM64): on x86-64 there are copies
+// for the capabilities from `lowest` to `highest`. From a better capability, a compiler would make the same code as
+// from `highest`. On ARM64 there are copies from `default` on, or, if that is not the lowest of x86-64, one copy, or
+// `none`. Of the kernels for a cache, the first one that suits a call is chosen.
+#define PAGEDATTN_ATTEND_KERNELS(KERNEL)                                                   \
+  KERNEL(attend_amx_bf16, CHUNKED, bfloat16, AMX, amx, amx, none)                          \
+  KERNEL(attend_pairs_bf16, CHUNKED, bfloat16, PAIRS, avx512_bf16, avx512_bf16, neon_bf16) \
+  KERNEL(attend_pairs_e4m3, CHUNKED, float8_e4m3, PAIRS, avx512_bf16, avx512_bf16, none)   \
+  KERNEL(attend_pairs_e5m2, CHUNKED, float8_e5m2, PAIRS, avx512_bf16, avx512_bf16, none)   \
+  KERNEL(attend_nhd_pairs_bf16, NHD, bfloat16, PAIRS, avx512_bf16, avx512_bf16, neon_bf16) \
+  KERNEL(attend_nhd_pairs_e4m3, NHD, float8_e4m3, PAIRS, avx512_bf16, avx512_bf16, none)   \
+  KERNEL(attend_nhd_pairs_e5m2, NHD, float8_e5m2, PAIRS, avx512_bf16, avx512_bf16, none)   \
+  KERNEL(attend_int8, CHUNKED, int8, INT8, default, avx512_vnni, neon)                     \
+  KERNEL(attend_f32, CHUNKED, float, FLOATS, default, avx512, neon)                        \
+  KERNEL(attend_f16, CHUNKED, float16, FLOATS, default, avx512, neon)                      \
+  KERNEL(attend_bf16, CHUNKED, bfloat16, FLOATS, default, avx512, neon)                    \
+  KERNEL(attend_e4m3, CHUNKED, float8_e4m3, FLOATS, default, avx512_vnni, neon)            \
+  KERNEL(attend_e5m2, CHUNKED, float8_e5m2, FLOATS, default, avx512_vnni, neon)            \
+  KERNEL(attend_nhd_f32, NHD, float, FLOATS, default, avx512, neon)                        \
+  KERNEL(attend_nhd_f16, NHD, float16, FLOATS, default, avx512, neon)                      \
+  KERNEL(attend_nhd_bf16, NHD, bfloat16, FLOATS, default, avx512, neon)                    \
+  KERNEL(attend_nhd_e4m3, NHD, float8_e4m3, FLOATS, default, avx512_vnni, neon)            \
+  KERNEL(attend_nhd_e5m2, NHD, float8_e5m2, FLOATS, default, avx512_vnni, neon)
 
 #define PAGEDATTN_DECLARE_ATTEND(name, ...)                                                               \
   PAGEDATTN_DECLARE_CPU_KERNEL(name, const PagedAttentionParams& params, const AttentionRow* rows,        \

@@ -53,7 +53,7 @@ struct RowArithmetic<Arithmetic::INT8, int8> {
   using Strip = Int8Strip;
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
 // The weights are rounded to bfloat16 only where the cache is in 8 bits.
 template <typename T>
 struct RowArithmetic<Arithmetic::PAIRS, T> {

@@ -36,6 +36,9 @@ PAGEDATTN_INLINE Vec add_products_16(Vec sum, Vec a, Vec b) {
   return in_register((Vec)((IntVec)sum + (IntVec)_mm256_madd_epi16((__m256i)a, (__m256i)b)));
 #elif defined(__SSE2__)
   return in_register((Vec)((IntVec)sum + (IntVec)_mm_madd_epi16((__m128i)a, (__m128i)b)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  const auto low = vmull_s16(vget_low_s16((int16x8_t)a), vget_low_s16((int16x8_t)b));
+  return in_register((Vec)((IntVec)sum + (IntVec)vpaddq_s32(low, vmull_high_s16((int16x8_t)a, (int16x8_t)b))));
 #else
   const auto low = [](Vec v) { return (IntVec)v << 16 >> 16; };
   const auto high = [](Vec v) { return (IntVec)v >> 16; };

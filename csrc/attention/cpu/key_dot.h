@@ -172,7 +172,7 @@ struct Float8KeyDot : KeyDot<CacheT> {
 };
 #endif
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
 constexpr bool HAS_PAIR_DOT = true;
 
 // The same for queries in bfloat16, and for keys in bfloat16 or in a type that bfloat16 can hold. The dot product
@@ -196,7 +196,7 @@ struct PairDot {
     if constexpr (PARTS == 1) {
       return {{(Bfloat16Vec)load_chunks(chunks)}};
     } else {
-      const Bfloat16Halves halves = float8_to_bfloat16_halves(load_chunks(chunks), CacheT{});
+      const auto halves = float8_to_bfloat16_halves(load_chunks(chunks), CacheT{});
       return {{halves.lower, halves.upper}};
     }
   }
@@ -207,7 +207,7 @@ struct PairDot {
   }
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec keys, Bfloat16Vec query) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, keys, query);
+    return add_pair_products(sum, keys, query);
   }
 
   static constexpr int64_t row_floats(int64_t head_size) { return head_size / 2 * COPIES; }

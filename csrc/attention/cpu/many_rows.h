@@ -15,9 +15,9 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // So many columns are multiplied at once, with up to PRODUCT_ROWS rows. Their sums, a vector of each row and a vector
-// of a column fill the registers: 16, or 32 with AVX512.
+// of a column fill the registers, 16 or 32.
 constexpr int PRODUCT_COLUMNS = 4;
-constexpr int PRODUCT_ROWS = VEC_SIZE == 16 ? 6 : 3;
+constexpr int PRODUCT_ROWS = NUM_REGISTERS == 32 ? 6 : 3;
 
 constexpr int LANE_FLOATS = 4;  // in 128 bits
 

@@ -18,7 +18,7 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // So many queries by so many columns, at most, are summed at once: the sums leave registers for the operands.
-constexpr int PRODUCT_QUERIES = VEC_SIZE == 16 ? 8 : VEC_SIZE == 8 ? 6 : 4;
+constexpr int PRODUCT_QUERIES = NUM_REGISTERS == 32 ? 8 : VEC_SIZE == 8 ? 6 : 4;
 constexpr int PANEL_VECS = 2;
 constexpr int PANEL = PANEL_VECS * VEC_SIZE;
 
@@ -37,7 +37,7 @@ struct Floats {
   static PAGEDATTN_INLINE Vec add_product(Vec x, Vec column, Vec sum) { return fma(x, column, sum); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
 // A step is two numbers, in bf16. One instruction adds both products to a sum in fp32.
 struct Bfloat16Pairs {
   static constexpr int STEP = 2;
@@ -49,7 +49,7 @@ struct Bfloat16Pairs {
     return result;
   }
   static PAGEDATTN_INLINE Vec add_product(Vec x, Vec column, Vec sum) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, (Bfloat16Vec)x, (Bfloat16Vec)column);
+    return add_pair_products(sum, (Bfloat16Vec)x, (Bfloat16Vec)column);
   }
 };
 #endif
@@ -328,7 +328,7 @@ float update_softmax(int num_tokens, float* logits, float& greatest_logit, float
   }
   if constexpr (Operands::STEP == 1) {
     for (int i = 0; i < NUM_VECS; ++i) store(logits + i * VEC_SIZE, at[i]);
-#if defined(__AVX512BF16__)
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
   } else {
     for (int i = 0; i < NUM_VECS; i += 2) store(logits + i / 2 * VEC_SIZE, (Vec)float_to_bfloat16(at[i], at[i + 1]));
 #endif
@@ -436,7 +436,7 @@ void attend_item(const MlaAttentionParams& p, const MlaItem& item, float* scratc
 }  // namespace
 
 void mla_attend(const MlaAttentionParams& params, const MlaItem& item, float* scratch, float* partials) {
-#if defined(__AVX512BF16__)
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
   if (params.dtype == DType::BFLOAT16) return attend_item<Bfloat16Pairs, bfloat16>(params, item, scratch, partials);
 #endif
   dispatch_dtype(params.dtype, [&]<typename T>() { attend_item<Floats<T>, T>(params, item, scratch, partials); });

@@ -10,10 +10,12 @@
 namespace pagedattn {
 namespace {
 
-// Whether pairs of bfloat16 are multiplied with the instruction for it, vdpbf16ps. An AMD Zen 4 does such a dot product
-// in the time of a multiply-add. An Intel CPU with AMX makes two multiply-adds and two conversions of the instruction,
-// so that floats that are converted once for many rows are twice as fast.
-bool has_fast_pair_dots() { return cpu_capability() == CpuCapability::AVX512_BF16; }
+// Whether pairs of bfloat16 are multiplied with the instruction for it, vdpbf16ps or bfdot. An AMD Zen 4 does such a
+// dot product in the time of a multiply-add. An Intel CPU with AMX makes two multiply-adds and two conversions of the
+// instruction, so that floats that are converted once for many rows are twice as fast.
+bool has_fast_pair_dots() {
+  return cpu_capability() == CpuCapability::AVX512_BF16 || cpu_capability() == CpuCapability::NEON_BF16;
+}
 
 bool suits(Arithmetic arithmetic, const PagedAttentionParams& params) {
   switch (arithmetic) {
@@ -39,10 +41,11 @@ struct Chosen {
 };
 
 Chosen choose_kernel(const PagedAttentionParams& params) {
-#define PAGEDATTN_CHOOSE(name, layout_, T, arithmetic_, lowest, highest)              \
+#define PAGEDATTN_CHOOSE(name, layout_, T, arithmetic_, ...)                          \
   if (params.layout == CacheLayout::layout_ && params.cache_dtype == dtype_of(T{}) && \
       suits(Arithmetic::arithmetic_, params)) {                                       \
-    return {PAGEDATTN_CPU_KERNEL(name), Arithmetic::arithmetic_};                     \
+    auto* kernel = PAGEDATTN_CPU_KERNEL(name);                                        \
+    if (kernel != nullptr) return {kernel, Arithmetic::arithmetic_};                  \
   }
   PAGEDATTN_ATTEND_KERNELS(PAGEDATTN_CHOOSE)
 #undef PAGEDATTN_CHOOSE

@@ -15,10 +15,10 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // Query rows that share the loads of a key or value.
-constexpr int MAX_ROWS = VEC_SIZE >= 8 ? 4 : 2;
+constexpr int MAX_ROWS = VEC_SIZE >= 8 || NUM_REGISTERS == 32 ? 4 : 2;
 
 // Half of the registers hold sums of logits.
-constexpr int MAX_SUMS = VEC_SIZE == 16 ? 16 : 8;
+constexpr int MAX_SUMS = NUM_REGISTERS / 2;
 
 // With fewer rows, the sums are of several vectors of tokens side by side. With one row, the vectors are so many that
 // they often lie in four blocks. The hardware's own prefetchers then follow four streams at once, and the sums of the
@@ -26,7 +26,7 @@ constexpr int MAX_SUMS = VEC_SIZE == 16 ? 16 : 8;
 template <int NUM_ROWS>
 constexpr int LOGIT_VECS = 4 * NUM_ROWS < MAX_SUMS ? MAX_SUMS / (4 * NUM_ROWS) : 1;
 template <int NUM_ROWS>
-constexpr bool ACROSS_BLOCKS = LOGIT_VECS<NUM_ROWS> == 4;
+constexpr bool ACROSS_BLOCKS = VEC_SIZE == 16 && LOGIT_VECS<NUM_ROWS> == 4;
 
 // What the rows of one KV head have in common while they go over a tile.
 template <typename T, CacheLayout LAYOUT = CacheLayout::CHUNKED>

@@ -15,15 +15,16 @@ template <typename Strip, int NUM_ROWS>
 constexpr bool STRIPS_FIRST = NUM_ROWS == 4 && Strip::PARTS <= 2;
 
 // The strips, one below the other, whose sums are held in registers for NUM_ROWS rows.
+constexpr int MAX_STRIPS = NUM_REGISTERS == 32 ? 16 : VEC_SIZE;
 template <int NUM_ROWS>
-constexpr int STRIPS_BELOW = NUM_ROWS == 3 ? VEC_SIZE / 2 : VEC_SIZE / NUM_ROWS;
+constexpr int STRIPS_BELOW = NUM_ROWS == 3 ? MAX_STRIPS / 2 : MAX_STRIPS / NUM_ROWS;
 
 // How many times the sums of values that registers hold are reduced together. More than once pays without AVX512:
 // reductions for every few elements would hold up the multiplications that follow.
 template <int NUM_ROWS>
-constexpr int SUM_PASSES = NUM_ROWS == 3    ? 2
-                           : VEC_SIZE == 16 ? 1
-                                            : NUM_ROWS;
+constexpr int SUM_PASSES = NUM_ROWS == 3      ? 2
+                           : MAX_STRIPS == 16 ? 1
+                                              : NUM_ROWS;
 
 // The sums of NUM_STRIPS strips of NUM_ROWS rows, one strip below the other, over a tile.
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS, bool WHOLE>

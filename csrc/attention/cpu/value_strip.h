@@ -101,7 +101,7 @@ struct ValueStrip<CacheT> : FloatStrip<2> {
 };
 #endif
 
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512VBMI__) || defined(__ARM_FEATURE_DOTPROD)
 template <typename CacheT>
   requires(sizeof(CacheT) == 1)
 struct ValueStrip<CacheT> : FloatStrip<4> {
@@ -113,6 +113,8 @@ struct ValueStrip<CacheT> : FloatStrip<4> {
 };
 #endif
 
+template <typename CacheT>
+struct PairStrip;
 #if defined(__AVX512BF16__)
 // 8-bit values as bfloat16, which holds them exactly, with weights that are rounded to bfloat16. A weight has an error
 // of up to a 256th, where a value, as 8 bits, has an error of up to a 16th or an 8th.
@@ -134,7 +136,7 @@ struct PairStrip {
   }
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec values, Vec weights) {
-    return (Vec)_mm512_dpbf16_ps((__m512)sum, values, (Bfloat16Vec)weights);
+    return add_pair_products(sum, values, (Bfloat16Vec)weights);
   }
 
   // [strips, PARTS, 2 * VEC_SIZE] in bfloat16.

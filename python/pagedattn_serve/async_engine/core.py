@@ -46,7 +46,10 @@ class ReplicaDeadError(EngineDeadError):
 
 
 class EngineFacts(NamedTuple):
-    """What never changes of an engine. The names are those of `EngineArgs`, of `LLMEngine` and of the model."""
+    """What never changes of an engine. The names are those of `EngineArgs`, of `LLMEngine` and of the model.
+
+    num_groups: groups of layers, each of which has blocks of its own.
+    """
 
     architecture: str
     runs: str
@@ -54,9 +57,16 @@ class EngineFacts(NamedTuple):
     dtype: str
     vocab_size: int
     block_size: int
+    num_groups: int
     max_model_len: int
     max_num_seqs: int
     default_sampling_params: SamplingParams
+    scores_pairs: bool
+    system_fingerprint: str
+
+    def num_tokens(self, num_blocks: int) -> int:
+        """Tokens that so many blocks hold of all layers."""
+        return num_blocks // self.num_groups * self.block_size
 
 
 def facts_of(engine: "LLMEngine") -> EngineFacts:
@@ -68,9 +78,12 @@ def facts_of(engine: "LLMEngine") -> EngineFacts:
         dtype=str(runner.model.dtype).removeprefix("torch."),
         vocab_size=runner.model.vocab_size,
         block_size=runner.block_size,
+        num_groups=len(runner.windows),
         max_model_len=engine.max_model_len,
         max_num_seqs=engine.scheduler.config.max_num_seqs,
         default_sampling_params=engine.get_default_sampling_params(),
+        scores_pairs=engine.inputs.scores_pairs,
+        system_fingerprint=engine.system_fingerprint,
     )
 
 
@@ -170,6 +183,7 @@ class EngineLoop:
             outputs = self._engine.abort_request(list(self._keys))
             if error is None:
                 self._add_outputs(outputs)
+                self._engine.flush()
             self._send_news(with_stats=True)
         except BaseException:  # the log already says that the engine is broken
             logger.exception("requests of a broken engine were not aborted")
@@ -410,7 +424,7 @@ class EngineCore:
             self._loop.refuse(key, RuntimeError("the reader has left"))
             return
         try:
-            request = self._engine.inputs.make_request(args)
+            request = self._engine.make_request(args)
         except Exception as error:
             self._loop.refuse(key, error)
         except BaseException as error:  # such as a panic in a tokenizer

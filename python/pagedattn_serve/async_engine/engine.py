@@ -29,7 +29,16 @@ from pagedattn_serve.config import check_int
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError
-from pagedattn_serve.outputs import CacheMap, CompletionOutput, EngineStats, ReplicaStatus, RequestOutput
+from pagedattn_serve.outputs import (
+    CacheMap,
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    EngineStats,
+    ReplicaStatus,
+    RequestOutput,
+    embedding_output,
+)
+from pagedattn_serve.pooling_params import PoolingParams
 from pagedattn_serve.requests.inputs import Prompt, RequestArgs, Texts
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.text.tokenizer import load_tokenizer
@@ -149,8 +158,10 @@ class AsyncLLMEngine:
         check_int("max_waiting", max_waiting, 1)  # before the process is started
         check_int("data_parallel_size", data_parallel_size, 1)
         if data_parallel_size == 1:
-            serve_as_rank(engine_args.tensor_parallel_size)  # and not come back, in ranks that torchrun has started
+            serve_as_rank(engine_args.num_ranks)  # and not come back, in ranks that torchrun has started
             return cls(ProcessCore(engine_args, initializer), max_waiting, on_death)
+        if (share := engine_args.cpu_memory_utilization) is not None:
+            engine_args = replace(engine_args, cpu_memory_utilization=share / data_parallel_size)
         return cls(Replicas(engine_args, data_parallel_size, initializer), max_waiting, on_death)
 
     async def __aenter__(self) -> Self:
@@ -217,7 +228,7 @@ class AsyncLLMEngine:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | PoolingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
@@ -255,6 +266,24 @@ class AsyncLLMEngine:
                 yield output
         finally:
             self._leave(stream)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        **of_vllm: Any,
+    ) -> AsyncGenerator[EmbeddingRequestOutput, None]:
+        """The embedding of a prompt, as the one output. Arguments and errors are those of `generate`. Raises
+        RuntimeError for a request that was aborted or could not go on."""
+        async for output in self.generate(
+            prompt, pooling_params or PoolingParams(), request_id, priority, cache_salt, lambda: False, **of_vllm
+        ):
+            if output.embedding is None:
+                raise RuntimeError(output.error or "the request was aborted")
+            yield embedding_output(output)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its last output has finish_reason "abort". Nothing happens if it is unknown or finished."""

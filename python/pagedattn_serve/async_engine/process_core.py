@@ -435,7 +435,7 @@ class NewsPacker:
         about = None
         if last is None or output.error is not None:
             request = (output.request_id, output.prompt, output.prompt_token_ids)
-            about = (*request, output.error, output.argument_error, output.prompt_logprobs)
+            about = (*request, output.error, output.argument_error, output.prompt_logprobs, output.embedding)
         times = None
         if metrics is not last:
             times = (metrics.arrival_time, metrics.first_token_time, metrics.finished_time, metrics.num_cached_tokens)
@@ -477,11 +477,11 @@ class NewsUnpacker:
     def _unpack_output(
         self, key: int, completions: list[Any], finished: bool, times: Any | None, about: Any | None
     ) -> RequestOutput:
-        error = argument_error = prompt_logprobs = None
+        error = argument_error = prompt_logprobs = embedding = None
         if about is None:
             request, metrics = self._last[key]
         else:
-            *request, error, argument_error, prompt_logprobs = about
+            *request, error, argument_error, prompt_logprobs, embedding = about
         if times is not None:
             metrics = RequestMetrics(*times)
         if finished:
@@ -489,7 +489,8 @@ class NewsUnpacker:
         elif times is not None:
             self._last[key] = request, metrics
         outputs = [CompletionOutput(*each) for each in completions]
-        return RequestOutput(*request, outputs, finished, metrics, error, argument_error, prompt_logprobs)
+        about_all = (error, argument_error, prompt_logprobs, embedding)
+        return RequestOutput(*request, outputs, finished, metrics, *about_all)
 
 
 # ---- results, which may be of any type ------------------------------------------------------------------------------

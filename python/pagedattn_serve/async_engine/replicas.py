@@ -75,7 +75,7 @@ class Replicas:
         self, engine_args: EngineArgs, num_replicas: int, initializer: Callable[[], object] | None = None
     ) -> None:
         check_int("data_parallel_size", num_replicas, 1)
-        if rank_of_torchrun(engine_args.tensor_parallel_size) is not None:
+        if rank_of_torchrun(engine_args.num_ranks) is not None:
             expected = "1 with ranks that torchrun has started, which are those of one engine"
             raise ArgumentError("data_parallel_size", expected, num_replicas)
         self.engine_args = engine_args
@@ -204,7 +204,7 @@ class Replicas:
         replica.error = None
         replica.is_running = True
         replica.started = time.monotonic()
-        self._router.start(replica.index, replica.stats.num_blocks * self.facts.block_size)
+        self._router.start(replica.index, self.facts.num_tokens(replica.stats.num_blocks))
         self._tell_stuck()
 
     def _take(self, replica: Replica, news: News) -> None:

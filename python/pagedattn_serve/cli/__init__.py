@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from pagedattn_serve import require_extra
+from pagedattn_serve import require_dependencies
 from pagedattn_serve.errors import BadArgument
 
 
@@ -35,7 +35,7 @@ def run(argv: Sequence[str] | None, prog: str) -> int:
     from pagedattn_serve.cli.commands import by_flag, make_parser
 
     args = make_parser(prog).parse_args(argv)
-    require_extra(for_server=args.command == "serve")
+    require_dependencies(for_server=args.command == "serve")
     status = 2  # for what is found before anything is loaded
     try:
         command = args.prepare(args)

@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pagedattn_serve import engine_args as engine_options
-from pagedattn_serve.config import QUANTIZATIONS, read_file, read_text
+from pagedattn_serve.config import DEMO_MODEL, QUANTIZATIONS, read_file, read_text
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError, BadArgument
-from pagedattn_serve.loading.directory import directory_to_write, model_directory
+from pagedattn_serve.loading.directory import directory_to_write, model_directory, prefix_cache_directory
 from pagedattn_serve.loading.kv_scales import given_scales
 from pagedattn_serve.options import add_model, add_options, flag_name, integer, number
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.server.http import config as server_options
 from pagedattn_serve.server.http.config import ServerConfig
-from pagedattn_serve.server.http.sockets import bind
+from pagedattn_serve.server.http.sockets import bind, bind_unix
 from pagedattn_serve.text.tokenizer import tokenizer_directory
 from pagedattn_simulate.cli import add_simulate, prepare_simulate
 
@@ -53,7 +53,7 @@ def make_parser(prog: str = "pagedattn") -> argparse.ArgumentParser:
     """Its `parse_args` returns, beside the arguments, `prepare`: the function that judges them. `prepare` raises
     BadArgument for a wrong one; ImportError where an argument needs a package that is not installed."""
     parser = Parser(prog=prog, description="Serve language models on a paged KV cache.")
-    parser.add_argument("--version", action="version", version=f"pagedattn-ext {version('pagedattn-ext')}")
+    parser.add_argument("--version", action="version", version=f"pagedattn-serve {version('pagedattn-ext')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add_arguments, prepare, help in (
         ("generate", add_generate, prepare_generate, "complete prompts; the text appears as it is generated"),
@@ -69,6 +69,12 @@ def make_parser(prog: str = "pagedattn") -> argparse.ArgumentParser:
             add_simulate,
             prepare_simulate,
             "what a deployment would do under a load: the real scheduler on a simulated clock; no weights are read",
+        ),
+        (
+            "verify",
+            add_verify,
+            prepare_verify,
+            "whether a model, or a server, gives a request the same tokens and logprobs whatever else runs",
         ),
         ("info", add_info, prepare_info, "shapes of a model, and what fits in the cache; no weights are read"),
     ):
@@ -95,11 +101,13 @@ def engine_args(args: argparse.Namespace, names: Iterable[str]) -> EngineArgs:
 
 def check_files(args: EngineArgs) -> None:
     """The files that the options name: whether they are there, and what is in them as far as no model is needed."""
-    model_directory(args.model)
+    model_directory(args.model, args.allow_download)
     if args.tokenizer is not None:
-        tokenizer_directory(args.model, args.tokenizer)
+        tokenizer_directory(args.model, args.tokenizer, args.allow_download)
     if args.kv_scales is not None:
         given_scales(args.kv_scales, None)
+    if args.prefix_cache_dir is not None:
+        prefix_cache_directory(args.prefix_cache_dir)
 
 
 # ---- generate -------------------------------------------------------------------------------------------------------
@@ -203,10 +211,10 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 
 def prepare_serve(args: argparse.Namespace) -> Command:
     options = engine_args(args, ENGINE_FLAGS)
-    serve_as_rank(options.tensor_parallel_size)  # and not come back, in ranks that torchrun has started
+    serve_as_rank(options.num_ranks)  # and not come back, in ranks that torchrun has started
     config = server_config(args)
     check_files(options)
-    sockets = bind(config.host, config.port)
+    sockets = bind(config.host, config.port) if config.uds is None else bind_unix(config.uds)
 
     def run() -> int:
         from pagedattn_serve.cli.serve import serve
@@ -263,9 +271,52 @@ def prepare_quantize(args: argparse.Namespace) -> Command:
     return run
 
 
+# ---- verify ---------------------------------------------------------------------------------------------------------
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
+    parser.add_argument(
+        "--url",
+        metavar="URL",
+        help="of a server with OpenAI's API, instead of an engine here. MODEL is what the server calls its model "
+        "(default: the first that it lists), and OPENAI_API_KEY may hold a key",
+    )
+    add_options(parser, ENGINE_FLAGS)
+
+
+def prepare_verify(args: argparse.Namespace) -> Command:
+    if args.url is not None:
+        return prepare_verify_server(args)
+    options = engine_args(args, ENGINE_FLAGS)
+    check_files(options)
+
+    def run() -> int:
+        from pagedattn_serve.cli.verify import verify_model
+
+        return verify_model(options)
+
+    return run
+
+
+def prepare_verify_server(args: argparse.Namespace) -> Command:
+    if not args.url.startswith(("http://", "https://")):
+        raise ArgumentError("url", "one that begins with http:// or https://", args.url or "an empty text")
+    for name, option in ENGINE_FLAGS.items():
+        if getattr(args, name) != option.default:
+            raise ArgumentError(name, "none with --url, as the server has its own options", getattr(args, name))
+
+    def run() -> int:
+        from pagedattn_serve.cli.verify import verify_url
+
+        return verify_url(args.url, None if args.model == DEMO_MODEL else args.model)
+
+    return run
+
+
 # ---- info -----------------------------------------------------------------------------------------------------------
 
-INFO_NAMES = ("dtype", "quantization", "block_size", "kv_cache_memory", "kv_cache_dtype")
+INFO_NAMES = ("allow_download", "dtype", "quantization", "block_size", "kv_cache_memory", "kv_cache_dtype")
 
 
 def add_info(parser: argparse.ArgumentParser) -> None:

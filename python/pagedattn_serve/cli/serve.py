@@ -60,7 +60,7 @@ def say_start(engine_args: EngineArgs, num_replicas: int) -> None:
     if engine_args.quantization is not None:
         words.append(f"in {engine_args.quantization}")
     text = "loading %s from %s; replicas: %d, ranks of each: %d"
-    logger.info(text, ", ".join(words), directory.resolve(), num_replicas, engine_args.tensor_parallel_size)
+    logger.info(text, ", ".join(words), directory.resolve(), num_replicas, engine_args.num_ranks)
 
 
 def import_transformers_without_torch() -> None:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any, NamedTuple
 
 MAX_BYTES = 1 << 16  # of a message
-MAX_DESCRIPTORS = 2
+MAX_DESCRIPTORS = 4
 SIZE = struct.Struct("!I")
 POLL_SECONDS = 0.1
 HANDSHAKE_SECONDS = 5  # for the other side to answer, once it has begun
@@ -133,8 +133,8 @@ def _is_readable(connection: socket.socket, timeout: float) -> bool:
 
 
 class Hello(NamedTuple):
-    """What a connection is for ("messages", "pulse", "steps" or "sums"), and of which rank. generation: the number of
-    the group that the connection belongs to."""
+    """What a connection is for ("messages", "pulse" or "steps" with rank 0, "peers" with any other), and of which rank.
+    generation: the number of the group that the connection belongs to."""
 
     purpose: str
     generation: int

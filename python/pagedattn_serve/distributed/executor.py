@@ -6,6 +6,7 @@ Rank 0, the process of the engine, sends the other ranks what the model reads, r
 import torch
 
 from pagedattn_serve.distributed.messages import Step, digest
+from pagedattn_serve.distributed.pipeline import cut, run_step, watch_layers
 from pagedattn_serve.distributed.workers import Workers
 from pagedattn_serve.errors import ExecutorDeadError, describe
 from pagedattn_serve.execution.model_runner import ModelRunner
@@ -22,6 +23,7 @@ class Executor:
     def __init__(self, workers: Workers, runner: ModelRunner) -> None:
         self._workers = workers
         self._runner = runner
+        watch_layers(runner.model, workers.communicator)
         self._are_in_step = False  # whether all ranks have done the same, and wait for the next step
         workers.wait_until_ready()
         try:
@@ -31,7 +33,7 @@ class Executor:
 
     @property
     def can_run_again(self) -> bool:
-        return self._are_in_step
+        return self._are_in_step and self._runner.can_run_again
 
     def check_health(self) -> None:
         self._workers.check_health()
@@ -54,14 +56,14 @@ class Executor:
         if not self._are_in_step:
             self._join()
         self._are_in_step = False
-        copies = (batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
         inputs = self._runner.prepare_inputs(batch) if batch.sequences else None
-        logits = None
+        cuts = [] if inputs is None else cut(len(inputs.token_ids), self._workers.communicator)
+        ran = None
         try:
-            self._workers.send_step(Step(*copies, batch.table_writes, inputs))
-            self._runner.copy_blocks(*copies)
+            self._workers.send_step(Step(*batch.copies, batch.table_writes, inputs, cuts))
+            self._runner.make_copies(*batch.copies)
             if inputs is not None:
-                logits = self._runner.run_model(inputs)
+                ran = run_step(self._runner, self._workers.communicator, inputs, cuts)
                 if self._workers.checks_inputs:
                     tables = self._runner.tables_of(inputs).numpy()
                     self._workers.check_digests(digest(inputs, tables, self._runner.block_size))
@@ -75,4 +77,4 @@ class Executor:
             self._workers.end_steps()
             raise
         self._are_in_step = True
-        return SamplerOutput() if logits is None else self._runner.sample(batch, logits)
+        return SamplerOutput() if ran is None else self._runner.sample(batch, ran)

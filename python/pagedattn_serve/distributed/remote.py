@@ -86,11 +86,6 @@ class OtherHosts:
         self.address = self._listener.address
         self.close = self._listener.close
 
-    @property
-    def first_ranks(self) -> range:
-        """Of each of these hosts the first."""
-        return self._ranks[:: self.ranks_per_host]
-
     def seen_from(self, ip: str) -> Hosts:
         """What a rank on the host with this address has to know."""
         return Hosts(self.num_hosts, self._key, ip)
@@ -114,12 +109,12 @@ class OtherHosts:
     def connect(
         self, generation: int, peers: list[int], deadline: float, check: Callable[[], None]
     ) -> tuple[dict[int, socket], dict[int, socket]]:
-        """The connections of a group, by rank: of all ranks for their steps, and of rank 0's peers for sums. Raises as
+        """The connections of a group, by rank: of all ranks for their steps, and of rank 0's peers. Raises as
         `Listener.gather` does."""
         steps = {Hello("steps", generation, rank) for rank in self._ranks}
-        sums = {Hello("sums", generation, rank) for rank in peers}
-        found = self._listener.gather(steps | sums, deadline, check)
-        return {hello.rank: found[hello] for hello in steps}, {hello.rank: found[hello] for hello in sums}
+        links = {Hello("peers", generation, rank) for rank in peers}
+        found = self._listener.gather(steps | links, deadline, check)
+        return {hello.rank: found[hello] for hello in steps}, {hello.rank: found[hello] for hello in links}
 
 
 def absolute(model: str | PathLike[str]) -> str | PathLike[str]:

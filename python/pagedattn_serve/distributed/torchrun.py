@@ -29,17 +29,17 @@ RANK = struct.Struct("i")
 _listeners: list[socket.socket] = []  # of this process, at most one: as long as it is open, it keeps its name
 
 
-def rank_of_torchrun(tensor_parallel_size: int) -> int | None:
+def rank_of_torchrun(num_ranks: int) -> int | None:
     """The rank of this process; None if there is one rank, or if torchrun has not started this process.
 
     Raises ArgumentError if torchrun has started another number of processes, or not the same number on each machine.
     """
-    if tensor_parallel_size == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if num_ranks == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     number = fact("WORLD_SIZE")
-    if number != tensor_parallel_size:
-        expected = f"{number}, as many as the processes that torchrun has started"
-        raise ArgumentError("tensor_parallel_size", expected, tensor_parallel_size)
+    if number != num_ranks:
+        expected = f"{number}, as many as the processes that torchrun has started (of all stages together)"
+        raise ArgumentError("tensor_parallel_size", expected, num_ranks)
     on_each = fact("LOCAL_WORLD_SIZE")
     if on_each * fact("GROUP_WORLD_SIZE") != number:
         expected = "processes that torchrun has started, the same number on each machine"
@@ -51,7 +51,7 @@ def fact(name: str) -> int:
     return int(os.environ[name])
 
 
-def serve_as_rank(tensor_parallel_size: int) -> None:
+def serve_as_rank(num_ranks: int) -> None:
     """In a process that torchrun has started as rank 1 or up: serve rank 0 until it ends, then end the program. Returns
     in all other processes.
 
@@ -59,7 +59,7 @@ def serve_as_rank(tensor_parallel_size: int) -> None:
 
     Raises ArgumentError as `rank_of_torchrun` does, TimeoutError if rank 0 makes no engine in time.
     """
-    rank = rank_of_torchrun(tensor_parallel_size)
+    rank = rank_of_torchrun(num_ranks)
     if not rank:
         return
     serve: Callable[[], None]

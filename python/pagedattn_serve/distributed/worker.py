@@ -28,7 +28,7 @@ from pagedattn_serve.distributed.channel import (
     NetworkChannel,
     connect,
 )
-from pagedattn_serve.distributed.hosts import HostsCommunicator, make_communicator
+from pagedattn_serve.distributed.links import LinkedCommunicator
 from pagedattn_serve.distributed.messages import (
     Arrived,
     CacheOrder,
@@ -45,13 +45,19 @@ from pagedattn_serve.distributed.messages import (
     Step,
     digest,
 )
+from pagedattn_serve.distributed.pipeline import (
+    make_communicator,
+    partition_of,
+    run_step,
+    watch_layers,
+)
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, find_store
 from pagedattn_serve.distributed.processes import numa_nodes
 from pagedattn_serve.errors import describe, portable
 from pagedattn_serve.execution.engine_setup import device_of_rank, limit_to_memory, limit_to_model
 from pagedattn_serve.execution.model_runner import StepRunner
+from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import load_model
-from pagedattn_serve.models.partition import Partition
 from pagedattn_serve.scheduling.sequence import TableArray
 
 CONNECT_SECONDS = 30.0  # for a rank on another host to take a connection
@@ -112,19 +118,22 @@ class Rank:
         device = device_of_rank(config.device, order.rank % ranks_per_host, ranks_per_host)
         if device != "cpu":
             torch.cuda.set_device(device)
-        self._communicator = make_communicator(order.rank, order.world_size, num_hosts, device)
+        self._communicator = make_communicator(order.rank, order.world_size, num_hosts, device, order.num_stages)
         self._listener: Listener | None = None
         if order.hosts is not None:
             self._listener = Listener(order.hosts.ip, order.hosts.key)
-        partition = Partition(order.rank, order.world_size, self._communicator)
+        partition = partition_of(self._communicator)
 
         def tell(done: int, total: int) -> None:
             channel.send(Loading(done, total))
 
-        model = load_model(config.model, config.dtype, device, config.quantization, partition, tell)
+        directory = model_directory(config.model, config.allow_download)  # perhaps on another machine than rank 0's
+        model = load_model(directory, config.dtype, device, config.quantization, partition, tell, config.load_format)
+        watch_layers(model, self._communicator)
         own_cache = limit_to_memory(order.cache, model, limit_to_model(order.scheduler, model), device)
         address = None if self._listener is None else self._listener.address
-        channel.send(Loaded(own_cache.num_blocks, own_cache.num_host_blocks, address))
+        room = own_cache.num_blocks, own_cache.num_host_blocks
+        channel.send(Loaded(*room, own_cache.num_state_slots, own_cache.num_host_state_slots, address))
         agreed: CacheOrder
         agreed, _ = channel.receive()
         self._addresses = agreed.addresses
@@ -146,8 +155,8 @@ class Rank:
                 if isinstance(self._communicator, ProcessGroupCommunicator):
                     self._join_process_group(self._communicator, order, steps)
                 else:
-                    with FileIO(descriptors[1] if order.path is None else order.path, "r+") as memory:
-                        self._connect_peers(order.generation)
+                    with FileIO(descriptors.pop(1) if order.path is None else order.path, "r+") as memory:
+                        self._connect_peers(order, descriptors[1:])
                         self._communicator.join(memory)
                 self._channel.send(Joined(order.generation))
                 self._run_steps(steps)
@@ -180,13 +189,16 @@ class Rank:
         communicator.join(time.monotonic() + CONNECT_SECONDS, self._check_is_awaited)
         communicator.watch({"rank 0 has left the group": steps}, select.POLLRDHUP)
 
-    def _connect_peers(self, generation: int) -> None:
-        """Those on hosts before come first, so that no two ranks wait for each other."""
-        if not isinstance(self._communicator, HostsCommunicator):
+    def _connect_peers(self, order: Join, descriptors: list[int]) -> None:
+        """Those with lower numbers come first, so that no two ranks wait for each other."""
+        if not isinstance(self._communicator, LinkedCommunicator):
             return
-        assert self._listener is not None
+        if self._listener is None:
+            links = {peer: socket.socket(fileno=each) for peer, each in zip(order.peers, descriptors, strict=True)}
+            self._communicator.take_links(links)
+            return
         rank, peers = self._communicator.rank, self._communicator.peers
-        own = Hello("sums", generation, rank)
+        own = Hello("peers", order.generation, rank)
         links = {peer: self._connect(peer, own) for peer in peers if peer < rank}
         expected = {own._replace(rank=peer) for peer in peers if peer > rank}
         deadline = time.monotonic() + CONNECT_SECONDS
@@ -212,11 +224,11 @@ class Rank:
                     step: Step = pickle.load(messages)
                 except (EOFError, pickle.UnpicklingError, OSError):
                     return
-                self._runner.copy_blocks(step.to_swap_out, step.to_swap_in, step.to_copy)
+                self._runner.make_copies(step.to_swap_out, step.to_swap_in, step.to_copy, step.of_states)
                 for write in step.table_writes:
                     self._tables.write(*write)
                 if step.inputs is not None:
-                    self._runner.run_model(step.inputs)
+                    run_step(self._runner, self._communicator, step.inputs, step.cuts)
                     if self._checks_inputs:
                         tables = self._runner.tables_of(step.inputs)
                         connection.sendall(digest(step.inputs, tables.numpy(), self._runner.block_size))

@@ -10,7 +10,9 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,8 +20,9 @@ import torch
 from pagedattn_serve.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.distributed.activity import LocalWatch, RemoteWatch
 from pagedattn_serve.distributed.channel import Address, Channel, ChannelClosed, NetworkChannel
-from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS, SharedMemoryCommunicator
-from pagedattn_serve.distributed.hosts import HostsCommunicator, make_communicator
+from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS
+from pagedattn_serve.distributed.hosts import HostsCommunicator
+from pagedattn_serve.distributed.links import LinkedCommunicator
 from pagedattn_serve.distributed.messages import (
     DIGEST_BYTES,
     CacheOrder,
@@ -35,6 +38,7 @@ from pagedattn_serve.distributed.messages import (
     Ready,
     Step,
 )
+from pagedattn_serve.distributed.pipeline import PipelineCommunicator, make_communicator, partition_of
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, serve_store
 from pagedattn_serve.distributed.processes import (
     PeerProcess,
@@ -89,15 +93,15 @@ class Worker:
     def name(self) -> str:
         return f"rank {self.rank} (process {self._process.pid}" + (f" on {self.ip})" if self.ip else ")")
 
-    def join(self, order: Join, *memory: int) -> None:
-        """Send the rank into a group, whose memory has this descriptor here."""
+    def join(self, order: Join, *descriptors: int) -> None:
+        """Send the rank into a group. descriptors: those that come along behind that of the steps, on this host."""
         if isinstance(self.channel, NetworkChannel):
             self.channel.send(order)
             return
         ours, theirs = socket.socketpair()
         with theirs:
             self.begin_steps(ours)
-            self.channel.send(order, (theirs.fileno(), *memory))
+            self.channel.send(order, (theirs.fileno(), *descriptors))
 
     def begin_steps(self, connection: socket.socket) -> None:
         connection.settimeout(PATIENCE_SECONDS)
@@ -146,7 +150,7 @@ class Workers:
         scheduler: SchedulerConfig,
         on_loading: Callable[[int, int, int], object] | None = None,
     ) -> None:
-        world_size = parallel.tensor_parallel_size
+        world_size, num_stages = parallel.num_ranks, parallel.pipeline_parallel_size
         self.checks_inputs = os.environ.get("PAGEDATTN_CHECK") == "1"
         self._on_loading = on_loading
         self._generation = 0  # of the group
@@ -167,7 +171,12 @@ class Workers:
             others = self._other_hosts
             ranks_per_host, num_hosts = (world_size, 1) if others is None else (others.ranks_per_host, others.num_hosts)
             self.device = device_of_rank(model.device, 0, ranks_per_host)
-            self.communicator = make_communicator(0, world_size, num_hosts, self.device)
+            if num_stages > 1 and ranks_per_host % parallel.tensor_parallel_size:
+                expected = f"a divisor of the {ranks_per_host} ranks of a machine, so that a stage is on one machine"
+                raise ArgumentError("tensor_parallel_size", expected, parallel.tensor_parallel_size)
+            self.communicator = make_communicator(0, world_size, num_hosts, self.device, num_stages)
+            if isinstance(self.communicator, PipelineCommunicator):
+                self.communicator.at_work = partial(_any_works, self._workers)
             if not self.has_graphs:
                 model = replace(model, enforce_eager=True)
             nodes = numa_nodes(os.sched_getaffinity(0))
@@ -179,7 +188,7 @@ class Workers:
             for worker in self._workers:
                 cpus = cpus_of_rank(worker.rank % ranks_per_host, ranks_per_host, worker.nodes or nodes)
                 hosts = None if others is None else others.seen_from(worker.ip or others.address[0])
-                how = (worker.rank, world_size, launch.num_threads, cpus, hosts, self.checks_inputs)
+                how = (worker.rank, world_size, num_stages, launch.num_threads, cpus, hosts, self.checks_inputs)
                 self._send(worker, RankOrder(*how, model, cache, scheduler))
         except BaseException:
             self.close()
@@ -188,12 +197,12 @@ class Workers:
     @property
     def has_graphs(self) -> bool:
         """Whether CPU graphs can hold what the ranks compute together."""
-        return isinstance(self.communicator, SharedMemoryCommunicator)
+        return not isinstance(self.communicator, HostsCommunicator | ProcessGroupCommunicator)
 
     @property
     def partition(self) -> Partition:
         """The slice of the model that rank 0 holds."""
-        return Partition(0, self.communicator.world_size, self.communicator)
+        return partition_of(self.communicator)
 
     def tell_loading(self, done: int, total: int) -> None:
         """Rank 0 has loaded so much. What the other ranks have said until now is told, too."""
@@ -211,16 +220,13 @@ class Workers:
             self._on_loading(rank, done, total)
 
     def smallest(self, cache: CacheConfig) -> CacheConfig:
-        """Wait until all ranks have loaded; the config with as many blocks as every rank has room for. Raises what
-        failed on a rank."""
+        """Wait until all ranks have loaded; the config with as many blocks and states as every rank has room for.
+        Raises what failed on a rank."""
         loaded = [self._receive(worker, Loaded) for worker in self._workers]
         own_address = None if self._other_hosts is None else self._other_hosts.address
         self._addresses = [own_address, *(each.address for each in loaded)]
-        return replace(
-            cache,
-            num_blocks=min(cache.num_blocks, *(each.num_blocks for each in loaded)),
-            num_host_blocks=min(cache.num_host_blocks, *(each.num_host_blocks for each in loaded)),
-        )
+        kinds = ("num_blocks", "num_host_blocks", "num_state_slots", "num_host_state_slots")
+        return replace(cache, **{kind: min(getattr(each, kind) for each in (cache, *loaded)) for kind in kinds})
 
     def order_caches(self, cache: CacheConfig, scheduler: SchedulerConfig) -> None:
         for worker in self._workers:
@@ -241,9 +247,17 @@ class Workers:
             self._join_process_group(self.communicator, deadline)
             return
         paths = self._make_groups(deadline)
-        with self.communicator.create_group() as group:
-            orders = {rank: Join(self._generation, path, None) for rank, path in paths.items()}
-            self._send_into_group(orders, deadline, group.fileno())
+        with self.communicator.create_group() as group, ExitStack() as sent:
+            own_links, links_of = self._make_links()
+            orders, descriptors = {}, {}
+            for rank, path in paths.items():
+                links = {peer: sent.enter_context(link) for peer, link in links_of[rank].items()}
+                orders[rank] = Join(self._generation, path, None, tuple(links))
+                memory = [group.fileno()] if path is None else []
+                descriptors[rank] = [*memory, *(link.fileno() for link in links.values())]
+            self._send_into_group(orders, deadline, descriptors)
+            if own_links and isinstance(self.communicator, PipelineCommunicator):
+                self.communicator.take_links(own_links)
             for worker in self._workers:
                 self._receive(worker, Joined, deadline)
             self.communicator.join(group)
@@ -252,7 +266,7 @@ class Workers:
         store, address = serve_store(LOOPBACK if self._other_hosts is None else self._other_hosts.address[0])
         communicator.meet(lambda: store)
         order = Join(self._generation, None, address)
-        self._send_into_group({worker.rank: order for worker in self._workers}, deadline)
+        self._send_into_group({worker.rank: order for worker in self._workers}, deadline, {})
         for worker in self._workers:
             self._receive(worker, Joined, deadline)
         try:
@@ -263,40 +277,56 @@ class Workers:
         channels = {f"{worker.name} has died, or has left the group": worker.channel.socket for worker in self._workers}
         communicator.watch(channels, select.POLLIN)
 
-    def _send_into_group(self, orders: dict[int, Join], deadline: float, *memory: int) -> None:
-        """orders: by rank."""
+    def _send_into_group(self, orders: dict[int, Join], deadline: float, descriptors: dict[int, list[int]]) -> None:
+        """orders, descriptors: by rank."""
         for worker in self._workers:
             try:
-                worker.join(orders[worker.rank], *memory)
+                worker.join(orders[worker.rank], *descriptors.get(worker.rank, ()))
             except ChannelClosed:
                 raise self._dead(worker.death()) from None
         if self._other_hosts is not None:
             self._connect(self._other_hosts, deadline)
 
     def _make_groups(self, deadline: float) -> dict[int, str | None]:
-        """Let each of the other hosts have the memory of a group. Where a rank finds its group; None on this host."""
+        """Let each of the other hosts, or stages, have the memory of a group. Where a rank finds its group; None: this
+        process has it."""
         paths: dict[int, str | None] = {worker.rank: None for worker in self._workers}
-        if self._other_hosts is not None:
-            firsts = [worker for worker in self._workers if worker.rank in self._other_hosts.first_ranks]
-            for worker in firsts:
-                self._send(worker, MakeGroup(self._generation))
-            for worker in firsts:
-                made = self._receive(worker, GroupMade, deadline)
-                paths |= {worker.rank + i: made.path for i in range(self._other_hosts.ranks_per_host)}
+        ranks_per_group = len(self._workers) + 1
+        if isinstance(self.communicator, PipelineCommunicator):
+            ranks_per_group = self.communicator.world_size
+        elif self._other_hosts is not None:
+            ranks_per_group = self._other_hosts.ranks_per_host
+        firsts = [worker for worker in self._workers if worker.rank % ranks_per_group == 0]
+        for worker in firsts:
+            self._send(worker, MakeGroup(self._generation))
+        for worker in firsts:
+            made = self._receive(worker, GroupMade, deadline)
+            paths |= {worker.rank + i: made.path for i in range(ranks_per_group)}
         return paths
+
+    def _make_links(self) -> tuple[dict[int, socket.socket], dict[int, dict[int, socket.socket]]]:
+        """Sockets between the stages, if all ranks are on this host: those of rank 0 and of all others, by the rank at
+        the other end."""
+        links: dict[int, dict[int, socket.socket]] = {rank: {} for rank in range(len(self._workers) + 1)}
+        if isinstance(self.communicator, PipelineCommunicator) and self._other_hosts is None:
+            for rank in range(self.communicator.world_size, len(links)):
+                peer = rank - self.communicator.world_size
+                links[rank][peer], links[peer][rank] = socket.socketpair()
+        return links.pop(0), links
 
     def _connect(self, others: OtherHosts, deadline: float) -> None:
         """Wait for what the ranks on other hosts connect with this one."""
-        peers = self.communicator.peers if isinstance(self.communicator, HostsCommunicator) else []
+        ranks = self.communicator if isinstance(self.communicator, LinkedCommunicator) else None
+        peers = [] if ranks is None else ranks.peers
         try:
-            steps, sums = others.connect(self._generation, peers, deadline, self.check_health)
+            steps, links = others.connect(self._generation, peers, deadline, self.check_health)
         except TimeoutError as error:
             raise self._dead(str(error)) from None
         for worker in self._workers:
             if worker.rank in steps:
                 worker.begin_steps(steps[worker.rank])
-        if isinstance(self.communicator, HostsCommunicator):
-            self.communicator.take_links(sums)
+        if ranks is not None:
+            ranks.take_links(links)
 
     def send_step(self, step: Step) -> None:
         data = pickle.dumps(step, pickle.HIGHEST_PROTOCOL)
@@ -402,6 +432,13 @@ class Workers:
         return ExecutorDeadError(text)
 
 
+def _any_works(workers: list[Worker]) -> bool:
+    """Whether a rank computes, after a look at each of them."""
+    for worker in list(workers):
+        worker.watch.look()
+    return any([worker.watch.works() for worker in list(workers)])
+
+
 def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:
     """Compute with so many threads from now on, and on these CPUs unless None. Returns what takes that back."""
     num_threads_before, cpus_before = torch.get_num_threads(), os.sched_getaffinity(0)
@@ -445,8 +482,11 @@ class Launch(NamedTuple):
 
 
 def choose_launch(parallel: ParallelConfig, device: str) -> Launch:
-    """Raises ArgumentError where torchrun has started this process and Ray is asked for, too, and for Ray on CUDA."""
-    world_size = parallel.tensor_parallel_size
+    """Raises ArgumentError where torchrun has started this process and Ray is asked for, too, and for Ray or stages on
+    CUDA."""
+    world_size, num_stages = parallel.num_ranks, parallel.pipeline_parallel_size
+    if num_stages > 1 and device != "cpu":
+        raise ArgumentError("pipeline_parallel_size", f"1 on {device}, as stages are on CPUs alone", num_stages)
     by_torchrun = rank_of_torchrun(world_size) is not None
     by_ray = parallel.distributed_executor_backend == "ray"
     if by_torchrun and by_ray:

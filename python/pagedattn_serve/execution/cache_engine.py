@@ -2,13 +2,16 @@
 
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
 from pagedattn_serve.config import CACHE_DTYPES, check_kv_cache_dtype
-from pagedattn_serve.models.cache_shape import CacheShape, allocate_caches, bytes_per_block
+from pagedattn_serve.models.cache_shape import CacheGroups, allocate_caches, bytes_per_block
 from pagedattn_serve.models.causal_lm import KVCache
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of_torch) for name, of_torch in CACHE_DTYPES.items()}
@@ -19,14 +22,14 @@ class HostMemoryError(MemoryError):
 
 
 class CacheEngine:
-    """A key cache and a value cache for each shape, in the layout of `pagedattn_ext.ops`; block b of a sequence is
-    block b of each cache. On the host there is a pool of the same blocks, for sequences that are swapped out.
+    """A key cache and a value cache for each shape of the groups, in the layout of `pagedattn_ext.ops`; block b of a
+    group is block b of each pair. On the host there is a pool of the same blocks, for sequences that are swapped out.
 
     On CUDA, a stream of its own swaps blocks, cache after cache, while the model computes the layers before. Taking a
     pair from `kv_caches` lets the current stream wait for the copies of that pair (this has not run on a GPU yet). On
     the CPU a swap has happened when the call returns.
 
-    shapes: of the caches, in the order in which the layers of the model take them.
+    groups: of the caches, which are in the order in which the layers of the model take them (`kv_caches`).
     kv_scales: (k_scale, v_scale) of each cache, for a cache in fp8; None: all are 1.
 
     Raises ValueError for head sizes above MAX_HEAD_SIZE, HostMemoryError for a pool on the host that does not fit.
@@ -34,7 +37,7 @@ class CacheEngine:
 
     def __init__(
         self,
-        shapes: Sequence[CacheShape],
+        groups: CacheGroups,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -44,12 +47,17 @@ class CacheEngine:
     ) -> None:
         on_cuda = torch.device(device).type == "cuda"
         # Not filled: a slot is written before it is read, and memory that is never written is never taken.
+        shapes = groups.shapes
         pairs = allocate_caches(shapes, num_blocks, block_size, dtype, device)
-        scales: Sequence[Sequence[float]] = kv_scales or [()] * len(shapes)
-        caches = [
-            KVCache(*pair, *(torch.tensor(scale, dtype=torch.float32) for scale in of_cache))
-            for pair, of_cache in zip(pairs, scales, strict=True)
-        ]
+        caches = [KVCache(*pairs[place], group=group) for group, place in groups.places]
+        if kv_scales is not None:
+            scales = [[torch.tensor(scale, dtype=torch.float32) for scale in of_cache] for of_cache in kv_scales]
+            caches = [
+                cache._replace(k_scale=k_scale, v_scale=v_scale)
+                for cache, (k_scale, v_scale) in zip(caches, scales, strict=True)
+            ]
+        places = [place for _, place in groups.places]
+        self._cache_of_pair = [places.index(place) for place in range(len(pairs))]
         pin_memory = on_cuda and num_host_blocks > 0
         try:
             self.host_caches = allocate_caches(shapes, num_host_blocks, block_size, dtype, pin_memory=pin_memory)
@@ -64,7 +72,7 @@ class CacheEngine:
         self._stream: torch.cuda.Stream | None = None
         if on_cuda:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            self.kv_caches = self._pending = PendingCaches(caches, device)
+            self.kv_caches = self._pending = PendingCaches(caches, places, device)
             # torch's allocator must not give this memory away while copies still go to it.
             weakref.finalize(self, self._stream.synchronize)
 
@@ -78,49 +86,77 @@ class CacheEngine:
 
     def copy(self, blocks: list[tuple[int, int]]) -> None:
         """Copy (source, target) blocks in every cache."""
-        caches = list(self.kv_caches)
+        caches = [self.kv_caches[cache] for cache in self._cache_of_pair]
         ops.copy_blocks(
             [cache.key_cache for cache in caches],
             [cache.value_cache for cache in caches],
             torch.tensor(blocks, dtype=torch.int64),
         )
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a block takes over all caches."""
+        return sum(part.shape[1] for part in self._byte_parts)
+
+    def read_block(self, block: int) -> npt.NDArray[np.uint8]:
+        """A copy of a block's bytes in every cache, one after the other. On the CPU alone, as `write_block`."""
+        return np.concatenate([part[block] for part in self._byte_parts])
+
+    def write_block(self, block: int, data: npt.NDArray[np.uint8]) -> None:
+        """Put back what `read_block` gave."""
+        begin = 0
+        for part in self._byte_parts:
+            end = begin + part.shape[1]
+            part[block] = data[begin:end]
+            begin = end
+
+    @cached_property
+    def _byte_parts(self) -> list[npt.NDArray[np.uint8]]:
+        """The memory of each cache, [num_blocks, bytes]."""
+        caches = [self.kv_caches[cache] for cache in self._cache_of_pair]
+        tensors = [tensor for cache in caches for tensor in (cache.key_cache, cache.value_cache) if tensor.numel()]
+        return [tensor.view(len(tensor), -1).view(torch.uint8).numpy() for tensor in tensors]
+
     def _swap(self, blocks: list[tuple[int, int]], to_host: bool) -> None:
         if self._stream is None:
             mapping = torch.tensor(blocks, dtype=torch.int64)
-            for caches, host_caches in zip(self.kv_caches, self.host_caches, strict=True):
-                swap_pair(caches, host_caches, mapping, to_host)
+            for cache, host_caches in zip(self._cache_of_pair, self.host_caches, strict=True):
+                swap_pair(self.kv_caches[cache], host_caches, mapping, to_host)
             return
         # The current stream wrote the blocks that go out, and may still read the blocks that are overwritten.
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             # One copy for all caches, from pinned memory: with other memory the host would wait for the stream.
             mapping = torch.tensor(blocks, dtype=torch.int64).pin_memory().to(self.device, non_blocking=True)
-            for i, host_caches in enumerate(self.host_caches):
-                swap_pair(self._pending.caches[i], host_caches, mapping, to_host)
-                self._pending.copied[i] = self._stream.record_event()
+            for pair, (cache, host_caches) in enumerate(zip(self._cache_of_pair, self.host_caches, strict=True)):
+                swap_pair(self._pending.caches[cache], host_caches, mapping, to_host)
+                self._pending.copied[pair] = self._stream.record_event()
 
 
 class PendingCaches(Sequence[KVCache]):
-    """The caches of a CUDA device, a pair for each shape. Another stream may be copying their blocks.
+    """The caches of a CUDA device. Another stream may be copying their blocks.
 
-    Taking a pair lets the current stream wait for the copies of that pair. So no block is overwritten before
-    it has gone out, and no block is read before it has come in.
+    Taking a cache lets the current stream wait for the copies of its pair. So no block is overwritten before it has
+    gone out, and no block is read before it has come in.
+
+    pair_of: the pair of tensors that each cache lies in.
     """
 
-    def __init__(self, caches: list[KVCache], device: str) -> None:
+    def __init__(self, caches: list[KVCache], pair_of: list[int], device: str) -> None:
         self.caches = caches
+        self.pair_of = pair_of
         self.device = device
         self.copied: list[torch.cuda.Event | None] = [None] * len(caches)  # by pair; None where nobody has to wait
 
     def __len__(self) -> int:
         return len(self.caches)
 
-    def __getitem__(self, pair: int) -> KVCache:  # type: ignore[override]  # nobody takes slices
+    def __getitem__(self, cache: int) -> KVCache:  # type: ignore[override]  # nobody takes slices
+        pair = self.pair_of[cache]
         copied, self.copied[pair] = self.copied[pair], None
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
-        return self.caches[pair]
+        return self.caches[cache]
 
 
 def swap_pair(caches: KVCache, host_caches: tuple[Tensor, Tensor], mapping: Tensor, to_host: bool) -> None:

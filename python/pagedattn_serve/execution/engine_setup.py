@@ -10,12 +10,14 @@ import pagedattn_ext
 from pagedattn_serve.config import DEFAULT_WATERMARK, UNBOUNDED, CacheConfig, SchedulerConfig, check_int
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
+from pagedattn_serve.execution.free_memory import free_memory
 from pagedattn_serve.execution.model_runner import ModelRunner
 from pagedattn_serve.execution.state_cache import bytes_per_slot
 from pagedattn_serve.models.cache_shape import bytes_per_block
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling.held_blocks import max_held_blocks, max_num_tokens
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence, TableArray
 
 logger = logging.getLogger(__name__)
@@ -23,20 +25,25 @@ logger = logging.getLogger(__name__)
 DEFAULT_CPU_MEMORY = 1 << 30  # bytes; a share of the memory would take it from other programs
 
 
-def num_useful_blocks(config: SchedulerConfig, block_size: int) -> int:
+def num_useful_blocks(config: SchedulerConfig, cache_config: CacheConfig) -> int:
     """Blocks that sequences may hold at once, and the watermark beside them."""
-    return math.ceil(num_held_blocks(config, block_size) / (1 - DEFAULT_WATERMARK))
+    return math.ceil(num_held_blocks(config, cache_config) / (1 - DEFAULT_WATERMARK))
 
 
-def num_held_blocks(config: SchedulerConfig, block_size: int) -> int:
-    """Blocks that sequences hold when as many run as may, and each is at its longest."""
-    return config.max_num_seqs * -(-config.max_model_len // block_size)
+def num_held_blocks(config: SchedulerConfig, cache_config: CacheConfig) -> int:
+    """Blocks that sequences hold at most when as many run as may, and each is at its longest."""
+    return config.max_num_seqs * max_held_blocks(config.max_model_len, cache_config, config.max_num_batched_tokens)
+
+
+def token_bytes_of(model: CausalLM, kv_cache_dtype: str = "auto") -> int:
+    """Bytes that a token takes over all caches of the model."""
+    return bytes_per_block(model.cache_shapes, 1, choose_cache_dtype(kv_cache_dtype, model.dtype))
 
 
 def block_bytes_of(model: CausalLM, block_size: int, kv_cache_dtype: str = "auto") -> int:
-    """Bytes that one block takes over all caches of the model."""
+    """Bytes that one block takes: as many as the caches of a group need."""
     dtype = choose_cache_dtype(kv_cache_dtype, model.dtype)
-    return bytes_per_block(model.cache_shapes, block_size, dtype)
+    return bytes_per_block(model.cache_groups().shapes, block_size, dtype)
 
 
 def state_bytes_of(model: CausalLM) -> int:
@@ -82,9 +89,19 @@ def choose_num_host_blocks(model: CausalLM, config: SchedulerConfig, cache_confi
     pool is full, and the next request is computed again.
     """
     block_bytes = block_bytes_of(model, cache_config.block_size, cache_config.kv_cache_dtype)
-    at_most = min(num_blocks, num_held_blocks(config, cache_config.block_size))
+    at_most = min(num_blocks, num_held_blocks(config, cache_config))
     memory = int(cache_config.swap_space * (1 << 30)) - cache_config.num_host_state_slots * state_bytes_of(model)
     return min(memory // block_bytes, at_most) if block_bytes else at_most
+
+
+def cpu_memory(share: float | None) -> int:
+    """Bytes that the cache may take on the CPU: the share of what is free now; None: DEFAULT_CPU_MEMORY."""
+    if share is None:
+        return DEFAULT_CPU_MEMORY
+    free = free_memory()
+    memory = int(free * share)
+    logger.info("cpu_memory_utilization: the cache may take %s of %s free bytes", f"{memory:,}", f"{free:,}")
+    return memory
 
 
 def cuda_memory(model: CausalLM, config: SchedulerConfig, cache_config: CacheConfig, device: str) -> int:
@@ -93,8 +110,8 @@ def cuda_memory(model: CausalLM, config: SchedulerConfig, cache_config: CacheCon
     The largest step is run, on a cache of its own that is gone afterwards. Raises ValueError if nothing is left.
     """
     torch.cuda.reset_peak_memory_stats(device)
-    batch = largest_batch(config, cache_config.block_size)
-    num_blocks = max(blocks[-1] for _, _, blocks in batch.table_writes) + 1
+    batch = largest_batch(config, cache_config, generates=bool(model.head))
+    num_blocks = max(blocks[-1] for *_, blocks in batch.table_writes) + 1
     tables = TableArray(config, cache_config)
     for write in batch.table_writes:
         tables.write(*write)
@@ -117,19 +134,22 @@ def cuda_memory(model: CausalLM, config: SchedulerConfig, cache_config: CacheCon
     return available
 
 
-def largest_batch(config: SchedulerConfig, block_size: int) -> ScheduledBatch:
-    """Prompts that fill a step to its limits: the most sequences, the most tokens, the most tokens drawn."""
+def largest_batch(config: SchedulerConfig, cache_config: CacheConfig, generates: bool = True) -> ScheduledBatch:
+    """Prompts that fill a step to its limits: the most sequences, the most tokens, the most tokens drawn. generates:
+    whether any are drawn."""
     num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // num_seqs, config.max_model_len - 1)
-    blocks_per_seq = -(-length // block_size)
-    num_drafts = 0 if config.speculation is None else min(config.num_speculative_tokens, length - 1)
+    blocks_per_seq = -(-length // cache_config.block_size)
+    num_drafts = 0 if config.speculation is None or not generates else min(config.num_speculative_tokens, length - 1)
     batch = ScheduledBatch()
     for i in range(num_seqs):
         sequence = Sequence(f"profile-{i}", [0] * (length - num_drafts))
         tokens = sequence.prompt_token_ids, sequence.output_token_ids
         sequence.sampling = SamplingState(SamplingParams(top_p=0.9), *tokens)
-        batch.sequences.append(ScheduledSequence(sequence, length - num_drafts, 1, (0,) * num_drafts))
-        batch.table_writes.append((i, 0, list(range(i * blocks_per_seq, (i + 1) * blocks_per_seq))))
+        batch.sequences.append(ScheduledSequence(sequence, length - num_drafts, int(generates), (0,) * num_drafts))
+        for group in range(len(cache_config.windows)):
+            begin = (group * num_seqs + i) * blocks_per_seq
+            batch.table_writes.append((group, i, 0, list(range(begin, begin + blocks_per_seq))))
         batch.state_slots.append(i)
     return batch
 
@@ -189,9 +209,11 @@ def leave_out_for_states(
 def limit_to_memory(
     cache_config: CacheConfig, model: CausalLM, scheduler_config: SchedulerConfig, device: str
 ) -> CacheConfig:
-    """Fill in num_blocks, unless given, from kv_cache_memory or the device's default; how many blocks there are on the
-    host, and states here and there; and the model's window. Raises ValueError if there is no room for a block, and for
-    an int8 cache on CUDA."""
+    """Fill in num_blocks from kv_cache_memory or the device's default; how many blocks there are on the host, and
+    states here and there; and the windows of the model's groups of layers. A num_blocks that is given counts blocks of
+    all layers: the cache has as many of each group. Raises ValueError if there is no room for a block, and for an int8
+    cache on CUDA."""
+    cache_config = replace(cache_config, windows=model.cache_groups().windows)
     block_size, kv_cache_dtype = cache_config.block_size, cache_config.kv_cache_dtype
     if kv_cache_dtype == "int8" and device != "cpu":
         raise ArgumentError("kv_cache_dtype", "another than int8, which is for the CPU", f"int8 on {device}")
@@ -201,22 +223,24 @@ def limit_to_memory(
     if num_blocks == UNBOUNDED:
         memory = cache_config.kv_cache_memory
         if memory is None and device == "cpu":
-            memory = DEFAULT_CPU_MEMORY
+            memory = cpu_memory(cache_config.cpu_memory_utilization)
         elif memory is None:
             memory = cuda_memory(model, scheduler_config, cache_config, device)
         block_bytes = block_bytes_of(model, block_size, kv_cache_dtype)
         num_state_slots = choose_num_state_slots(model, memory, block_bytes, num_state_slots)
         memory -= num_state_slots * state_bytes_of(model)
         num_seqs = min(num_state_slots or scheduler_config.max_num_seqs, scheduler_config.max_num_seqs)
-        at_most = num_useful_blocks(replace(scheduler_config, max_num_seqs=num_seqs), block_size)
+        at_most = num_useful_blocks(replace(scheduler_config, max_num_seqs=num_seqs), cache_config)
         num_blocks = choose_num_blocks(model, memory, block_size, at_most, kv_cache_dtype)
+    else:
+        num_blocks *= len(cache_config.windows)
     num_host_state_slots = 0
     if model.states:  # half of the pool at most, too
         host_memory = int(cache_config.swap_space * (1 << 30))
         num_host_state_slots = min(host_memory // 2 // state_bytes_of(model), num_state_slots)
     with_states = replace(cache_config, num_state_slots=num_state_slots, num_host_state_slots=num_host_state_slots)
     num_host_blocks = choose_num_host_blocks(model, scheduler_config, with_states, num_blocks)
-    return replace(with_states, num_blocks=num_blocks, num_host_blocks=num_host_blocks, window=model.window())
+    return replace(with_states, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
 
 
 def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> SchedulerConfig:
@@ -226,11 +250,13 @@ def limit_to_cache(config: SchedulerConfig, cache_config: CacheConfig) -> Schedu
     if 0 < num_states < config.max_num_seqs:
         logger.warning("max_num_seqs: cut from %d to %d, whose states have room", config.max_num_seqs, num_states)
         config = replace(config, max_num_seqs=num_states)
-    num_slots = cache_config.num_blocks * cache_config.block_size
-    if config.max_model_len <= num_slots:
+    num_tokens = max_num_tokens(cache_config, config.max_num_batched_tokens)
+    if config.max_model_len <= num_tokens:
         return config
-    logger.warning("max_model_len: cut from %d to %d tokens, all that the cache holds", config.max_model_len, num_slots)
-    return replace(config, max_model_len=num_slots)
+    logger.warning(
+        "max_model_len: cut from %d to %d tokens, all that the cache holds", config.max_model_len, num_tokens
+    )
+    return replace(config, max_model_len=num_tokens)
 
 
 def describe_memory(model: CausalLM, memory: int, block_size: int, kv_cache_dtype: str) -> dict[str, str]:
@@ -245,9 +271,29 @@ def describe_memory(model: CausalLM, memory: int, block_size: int, kv_cache_dtyp
     if block_bytes:
         left = memory - num_states * state_bytes
         num_blocks = choose_num_blocks(model, left, block_size, UNBOUNDED, kv_cache_dtype)
-        words["cache"] = f"{block_bytes // block_size:,} bytes per token, {block_bytes:,} per block of {block_size}"
-        fit.append(f"{num_blocks:,} blocks ({num_blocks * block_size:,} tokens)")
+        token_bytes, groups = token_bytes_of(model, kv_cache_dtype), model.cache_groups()
+        words["cache"] = f"{token_bytes:,} bytes per token, {block_bytes:,} per block of {block_size}"
+        num_tokens = num_blocks // len(groups.windows) * block_size
+        if groups.windows == (None,):
+            fit.append(f"{num_blocks:,} blocks ({num_tokens:,} tokens)")
+        else:
+            words["cache"] += ", which is of one group of layers" if len(groups.windows) > 1 else ""
+            words["layer groups"] = groups.describe()
+            words["full length"] = describe_full_length(model, block_size, block_bytes)
+            fit.append(f"{num_blocks:,} blocks ({num_tokens:,} tokens within the windows)")
     return {**words, "that fit": f"{' and '.join(fit)} in {memory:,} bytes"}
+
+
+def describe_full_length(model: CausalLM, block_size: int, block_bytes: int) -> str:
+    """What a sequence of max_model_len holds, in words: while its prompt runs, and while its output comes."""
+    length, windows = model.max_model_len, model.cache_groups().windows
+    config = CacheConfig(num_blocks=1, block_size=block_size, windows=windows)
+    num_step_tokens = SchedulerConfig(max_model_len=length).max_num_batched_tokens
+    at_most, at_end = (max_held_blocks(length, config, num_tokens) for num_tokens in (num_step_tokens, 1))
+    return (
+        f"{at_end:,} blocks, {at_end * block_bytes:,} bytes a sequence; "
+        f"while its prompt runs, at most {at_most:,} blocks, {at_most * block_bytes:,} bytes"
+    )
 
 
 def too_large(model: CausalLM, cache_config: CacheConfig, error: Exception) -> MemoryError:
@@ -256,6 +302,7 @@ def too_large(model: CausalLM, cache_config: CacheConfig, error: Exception) -> M
     num_bytes = num_blocks * block_bytes_of(model, block_size, cache_config.kv_cache_dtype)
     num_bytes += cache_config.num_state_slots * state_bytes_of(model)
     return MemoryError(
-        f"num_blocks: expected a cache that fits in memory, got {num_blocks:,} blocks of {block_size} tokens, "
+        "num_blocks: expected a cache that fits in memory, got "
+        f"{num_blocks // len(cache_config.windows):,} blocks of {block_size} tokens, "
         f"{num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"
     )

@@ -15,18 +15,21 @@ from torch import Tensor
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.execution.cache_engine import CacheEngine, choose_cache_dtype
 from pagedattn_serve.execution.decode_graphs import DecodeGraphs
+from pagedattn_serve.execution.pooler import pool, pooled_rows
 from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
 from pagedattn_serve.execution.state_cache import StateCache
+from pagedattn_serve.models.cache_shape import CacheGroups
 from pagedattn_serve.models.causal_lm import (
     AttentionMetadata,
     CausalLM,
     LastRows,
+    ModelOutput,
     NativeCausalLM,
     SequenceRows,
     StepStates,
 )
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, StateCheckpoint, TableArray
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, StateCheckpoint, StateCopies, TableArray
 
 BlockPairs = list[tuple[int, int]]
 Int32s = npt.NDArray[np.int32]
@@ -37,22 +40,51 @@ Int64s = npt.NDArray[np.int64]
 class StepInputs:
     """The tokens of a step, one sequence after the other.
 
-    token_ids, positions, slot_mapping: int64 [num_tokens].
+    token_ids, positions: int64 [num_tokens]. slot_mappings: int64 [num_groups, num_tokens].
     seq_lens, query_start_loc, sampling_rows, max_seq_len: as in `AttentionMetadata`.
     state_slots: of the sequences' states; none if the model keeps no states. state_checkpoints: as in `ScheduledBatch`.
+    num_pooled: how many of the sampling_rows, the last of them, are pooled: their hidden states are wanted, no logits.
 
-    The block tables are the first rows of the runner's `TableArray`, one for each sequence.
+    The block tables are rows of the runner's `TableArray`, one for each sequence, from first_table on.
     """
 
     token_ids: Int64s
     positions: Int64s
-    slot_mapping: Int64s
+    slot_mappings: Int64s
     seq_lens: Int32s
     query_start_loc: Int32s | None
     sampling_rows: Int64s
     max_seq_len: int
     state_slots: list[int] = field(default_factory=list)
     state_checkpoints: list[StateCheckpoint] = field(default_factory=list)
+    num_pooled: int = 0
+    first_table: int = 0
+
+    def between(self, begin: int, end: int) -> tuple["StepInputs", Int64s]:
+        """Some of the tokens as a step of their own, for models that keep no states; and which of the sampling_rows
+        these are. A sequence that is cut is one whose other tokens come in another step."""
+        num_tokens = len(self.token_ids)
+        starts = np.arange(num_tokens + 1) if self.query_start_loc is None else self.query_start_loc
+        first = int(np.searchsorted(starts, begin, side="right")) - 1
+        last = int(np.searchsorted(starts, end))
+        counts = np.diff(starts[first : last + 1].clip(begin, end))
+        seq_lens = self.seq_lens[first:last].copy()
+        seq_lens[-1] -= starts[last] - end
+        query_start_loc = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start_loc[1:])
+        [picked] = ((self.sampling_rows >= begin) & (self.sampling_rows < end)).nonzero()
+        part = StepInputs(
+            token_ids=self.token_ids[begin:end],
+            positions=self.positions[begin:end],
+            slot_mappings=np.ascontiguousarray(self.slot_mappings[:, begin:end]),
+            seq_lens=seq_lens,
+            query_start_loc=None if (counts == 1).all() else query_start_loc,
+            sampling_rows=self.sampling_rows[picked] - begin,
+            max_seq_len=int(seq_lens.max()),
+            num_pooled=int((picked >= len(self.sampling_rows) - self.num_pooled).sum()),
+            first_table=self.first_table + first,
+        )
+        return part, picked
 
     def rows_of_last_layer(self) -> tuple[npt.NDArray[Any], ...] | None:
         """The fields of `LastRows`. None, which is all rows, where few or none could be left out."""
@@ -108,29 +140,43 @@ class StepRunner:
         self.model = model
         self.device = device
         self.block_size = cache_config.block_size
+        self.windows = cache_config.windows
+        groups = CacheGroups.single(model.cache_shapes)
+        if len(cache_config.windows) > 1:
+            groups = model.cache_groups()
+            assert groups.windows == cache_config.windows, f"expected {cache_config.windows}, got {groups.windows}"
         self.cache_engine = CacheEngine(
-            model.cache_shapes,
+            groups,
             cache_config.num_blocks,
             self.block_size,
             choose_cache_dtype(cache_config.kv_cache_dtype, model.dtype),
             device,
             cache_config.num_host_blocks,
-            cache_config.kv_scales,
+            None if cache_config.kv_scales is None else cache_config.kv_scales[model.own_caches],
         )
         self.state_cache: StateCache | None = None
         if model.states:
             num_slots, num_host_slots = cache_config.num_state_slots, cache_config.num_host_state_slots
             self.state_cache = StateCache(model.states, num_slots, device, num_host_slots)
         tables = torch.frombuffer(table_array.memory, dtype=torch.int32)
-        self.block_tables = tables.view(table_array.num_rows, table_array.num_columns)
+        self.block_tables = tables.view(table_array.num_groups, table_array.num_rows, table_array.num_columns)
         # A graph needs a model whose Python code does not depend on the content of a tensor.
-        has_graphs = device == "cpu" and isinstance(model, NativeCausalLM) and not enforce_eager
+        # Of the others, those with states alone are tested.
+        has_graphs = device == "cpu" and (isinstance(model, NativeCausalLM) or bool(model.states)) and not enforce_eager
         self._graphs: DecodeGraphs | None = None
         if has_graphs:
-            self._graphs = DecodeGraphs(model, self.cache_engine.kv_caches, self.block_tables)
+            states = () if self.state_cache is None else self.state_cache.tensors
+            self._graphs = DecodeGraphs(model, self.cache_engine.kv_caches, self.block_tables, states)
 
-    def copy_blocks(self, to_swap_out: BlockPairs, to_swap_in: BlockPairs, to_copy: BlockPairs) -> None:
-        """Make the copies of a batch. Pairs that are copied are taken out of their list."""
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps of decodes may run as CPU graphs."""
+        return self._graphs is not None
+
+    def make_copies(
+        self, to_swap_out: BlockPairs, to_swap_in: BlockPairs, to_copy: BlockPairs, of_states: StateCopies
+    ) -> None:
+        """Make the copies of a batch, of blocks and of states. Pairs that are copied are taken out of their list."""
         for copy, blocks in (
             (self.cache_engine.swap_out, to_swap_out),
             (self.cache_engine.swap_in, to_swap_in),
@@ -139,30 +185,44 @@ class StepRunner:
             if blocks:
                 copy(blocks)
                 blocks.clear()  # if the model fails and the batch comes again, the blocks have changed
+        if self.state_cache is not None:
+            self.state_cache.copy(of_states)
 
-    def run_model(self, inputs: StepInputs) -> Tensor:
-        """The logits of the rows that sample, valid until the next call. A CPU graph runs if one fits the batch."""
+    def run_model(self, inputs: StepInputs, carried: Tensor | None = None) -> ModelOutput:
+        """What the rows that sample or are pooled give, valid until the next call. A CPU graph runs if one fits the
+        batch.
+
+        carried: what the stage before gave, in a stage that is not the first. A stage that is not the last gives what
+        the next one takes, in place of logits.
+        """
+        is_last = self.model.is_last_stage
         token_ids, positions = self._tensor(inputs.token_ids), self._tensor(inputs.positions)
-        query_start_loc, last_rows = inputs.query_start_loc, inputs.rows_of_last_layer()
+        query_start_loc, last_rows = inputs.query_start_loc, inputs.rows_of_last_layer() if is_last else None
         states = self.state_cache
         metadata = AttentionMetadata(
-            slot_mapping=self._tensor(inputs.slot_mapping),
-            block_tables=self.tables_of(inputs).to(self.device),
+            slot_mappings=self._tensor(inputs.slot_mappings).unbind(),
+            block_tables=self.tables_of(inputs).to(self.device).unbind(),
             seq_lens=self._tensor(inputs.seq_lens),
             query_start_loc=None if query_start_loc is None else self._tensor(query_start_loc),
             sampling_rows=self._tensor(inputs.sampling_rows),
             max_seq_len=inputs.max_seq_len,
             last_rows=None if last_rows is None else LastRows(*map(self._tensor, last_rows)),
             states=None if states is None else StepStates(states.tensors, inputs.rows_of_states()),
+            carried=carried,
         )
-        logits = None if self._graphs is None else self._graphs.run(token_ids, positions, metadata)
+        kv_caches = self.cache_engine.kv_caches
+        if inputs.num_pooled and is_last:
+            return self.model.with_hidden(token_ids, positions, kv_caches, metadata, inputs.num_pooled)
+        logits = None if self._graphs is None else self._graphs.run(token_ids, positions, metadata, inputs.first_table)
         if logits is None:
-            logits = self.model(token_ids, positions, self.cache_engine.kv_caches, metadata)
-        return logits
+            logits = self.model(token_ids, positions, kv_caches, metadata)
+        return ModelOutput(logits)
 
     def tables_of(self, inputs: StepInputs) -> Tensor:
-        """The block tables of a step, as far as its longest sequence needs them, int32 [num_seqs, num_blocks]."""
-        return self.block_tables[: len(inputs.seq_lens), : -(-inputs.max_seq_len // self.block_size)]
+        """The block tables of a step, as far as its longest sequence needs them, int32 [num_groups, num_seqs,
+        num_blocks]."""
+        rows = slice(inputs.first_table, inputs.first_table + len(inputs.seq_lens))
+        return self.block_tables[:, rows, : -(-inputs.max_seq_len // self.block_size)]
 
     def drop_graphs(self) -> None:
         """Capture anew: the model computes with another group of ranks from now on."""
@@ -213,6 +273,7 @@ class ModelRunner(StepRunner):
     ) -> None:
         super().__init__(model, cache_config, table_array, device, enforce_eager)
         self._tables = self.block_tables.numpy()
+        self._groups = np.arange(len(self._tables))[:, None]  # as a slice, numpy would let the groups change fastest
         self.sampler = Sampler(seed, device)
 
     @property
@@ -230,9 +291,7 @@ class ModelRunner(StepRunner):
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
-        self.copy_blocks(batch.blocks_to_swap_out, batch.blocks_to_swap_in, batch.blocks_to_copy)
-        if self.state_cache is not None:
-            self.state_cache.copy(batch.state_copies)
+        self.make_copies(*batch.copies)
         if not batch.sequences:
             return SamplerOutput()
         return self.sample(batch, self.run_model(self.prepare_inputs(batch)))
@@ -260,22 +319,26 @@ class ModelRunner(StepRunner):
         if num_drafts.any():  # a sequence with drafts samples from its last rows, once from each
             from_end = np.repeat(np.cumsum(num_rows), num_rows) - np.arange(len(rows)) - 1
             rows -= np.minimum(from_end, np.repeat(num_drafts, num_rows))
-        prompt_rows = [np.arange(*positions) + (query_start_loc[i] - begins[i]) for i, positions in _reported(batch)]
+        pooled = pooled_rows(batch)
+        prompt_rows = [
+            np.arange(*positions) + (query_start_loc[i] - begins[i]) for i, positions in [*_reported(batch), *pooled]
+        ]
 
         seq_of_token = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(token_ids)) + (begins - query_start_loc[:-1])[seq_of_token]
-        blocks = self._tables[seq_of_token, positions // self.block_size].astype(np.int64)
+        blocks = self._tables[self._groups, seq_of_token, positions // self.block_size].astype(np.int64)
         seq_lens = begins + counts
         return StepInputs(
             token_ids=_integers(token_ids),
             positions=positions,
-            slot_mapping=blocks * self.block_size + positions % self.block_size,
+            slot_mappings=blocks * self.block_size + positions % self.block_size,
             seq_lens=seq_lens.astype(np.int32),
             query_start_loc=None if (counts == 1).all() else query_start_loc,
             sampling_rows=np.concatenate([rows, *prompt_rows]),
             max_seq_len=int(seq_lens.max()),
             state_slots=batch.state_slots,
             state_checkpoints=batch.state_checkpoints,
+            num_pooled=sum(end - begin for _, (begin, end) in pooled),
         )
 
     def _plain_inputs(self, token_ids: Int64s, positions: Int64s, state_slots: list[int]) -> StepInputs:
@@ -285,7 +348,7 @@ class ModelRunner(StepRunner):
         return StepInputs(
             token_ids=token_ids,
             positions=positions,
-            slot_mapping=positions + (self._tables[rows, columns] - columns) * self.block_size,
+            slot_mappings=positions + (self._tables[self._groups, rows, columns] - columns) * self.block_size,
             seq_lens=seq_lens,
             query_start_loc=None,
             sampling_rows=rows,
@@ -293,8 +356,9 @@ class ModelRunner(StepRunner):
             state_slots=state_slots,
         )
 
-    def sample(self, batch: ScheduledBatch, logits: Tensor) -> SamplerOutput:
-        """The tokens of a batch that has run, and the prompt_logprobs that it asks for."""
+    def sample(self, batch: ScheduledBatch, ran: ModelOutput) -> SamplerOutput:
+        """Of a batch that has run: the tokens, the prompt_logprobs that it asks for, and what is pooled."""
+        logits = ran.logits
         rows = sampling_rows(batch)
         output = self.sampler.sample(logits[: len(rows)], rows) if rows else SamplerOutput()
         logits = logits[len(rows) :]
@@ -305,6 +369,8 @@ class ModelRunner(StepRunner):
             entries = self.sampler.prompt_logprobs(logits[: end - begin], following, num_top)
             output.prompt_logprobs[i] = begin + 1, entries
             logits = logits[end - begin :]
+        if ran.hidden is not None:
+            output.pooled = pool(batch, ran.hidden)
         return output
 
 
@@ -335,7 +401,7 @@ def _reported(batch: ScheduledBatch) -> list[tuple[int, tuple[int, int]]]:
     found = []
     for i, scheduled in enumerate(batch.sequences[batch.num_plain :], batch.num_plain):
         sequence = scheduled.sequence
-        if sequence.prompt_logits_from is not None:
+        if sequence.prompt_logits_from is not None and sequence.pooling is None:
             begin = max(sequence.num_computed_tokens, sequence.prompt_logits_from)
             end = min(sequence.num_computed_tokens + scheduled.num_new_tokens, len(sequence.prompt_token_ids) - 1)
             if begin < end:

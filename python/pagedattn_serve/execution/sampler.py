@@ -15,6 +15,7 @@ from torch import Tensor
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.logits_processors import TokenMasks, process_logits
 from pagedattn_serve.outputs import Logprob
+from pagedattn_serve.sampling.pooling import Pooled
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -42,6 +43,7 @@ class SamplerOutput:
     errors: by row: its parameters leave no token, or its logits_processors or structured output failed.
     prompt_logprobs: for a sequence with prompt_logprobs, by its place in the batch: the position of a token of the
         prompt, and entries as in `top_logprobs` for each token from there on.
+    pooled: for a sequence that is pooled, by its place in the batch.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -50,6 +52,7 @@ class SamplerOutput:
     candidates: list[list[tuple[int, float]] | None] = field(default_factory=list)
     errors: dict[int, ArgumentError] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[int, list[dict[int, Logprob]]]] = field(default_factory=dict)
+    pooled: dict[int, Pooled] = field(default_factory=dict)
 
 
 class Sampler:

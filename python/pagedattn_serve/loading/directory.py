@@ -9,46 +9,73 @@ have.
 import json
 from os import PathLike
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import SimpleNamespace, UnionType
 from typing import Any
 
-from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentTypeError
+from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentOSError, ArgumentTypeError
 from pagedattn_serve.loading.gguf_file import SUFFIX, GgufFile, is_gguf
 from pagedattn_serve.loading.gguf_model import gguf_config
 
+# What is downloaded of a repository: files beside the weights, and of the weights the first kind that there is.
+BESIDE_WEIGHTS = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+POOLING_FILES = "*_Pooling/config.json", "*_Normalize/config.json"  # of sentence-transformers, in folders
 
-def find_directory(argument: str, path: str | PathLike[str]) -> Path | None:
-    """The directory `path`, with "~" expanded. Or the snapshot of the repository `path` in Hugging Face's cache. Or
-    None. The network is never asked. Raises TypeError, with the name of the argument, for what is not a path."""
+
+def find_directory(argument: str, path: str | PathLike[str], allow_download: bool = False) -> Path | None:
+    """The directory `path`, with "~" expanded; or that of the config.json `path`; or the snapshot of the repository
+    `path` in Hugging Face's cache; or None. Without allow_download the network is never asked. Raises TypeError, with
+    the name of the argument, for what is not a path; ArgumentOSError for what cannot be downloaded."""
     if not isinstance(path, str | PathLike):
         raise ArgumentTypeError(argument, "a directory as a string or a path", type(path).__name__)
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory
+    if directory.name == "config.json" and directory.is_file():
+        return directory.parent
     if str(path).startswith((".", "/", "~")) or str(path).count("/") > 1:  # no name of a repository
         return None
     from huggingface_hub import snapshot_download  # here, as the import takes long and most models are directories
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+    if allow_download:
+        return download(argument, str(path))
     try:
-        return Path(snapshot_download(str(path), local_files_only=True))
+        # Others may have left out files that nobody needs here. Without the pattern such a snapshot is an error.
+        return Path(snapshot_download(str(path), local_files_only=True, allow_patterns=["config.json"]))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
 
 
-def model_directory(model: str | PathLike[str]) -> Path:
+def download(argument: str, name: str) -> Path:
+    """The snapshot of a repository of Hugging Face, with the files that are missing in the cache downloaded: configs,
+    tokenizer, and the weights in one format. Raises ArgumentOSError, which says why, if that cannot be done."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        files = HfApi().list_repo_files(name)
+        weights = next((each for each in WEIGHTS if any(Path(file).match(each) for file in files)), WEIGHTS[0])
+        wanted = [file for file in files if "/" not in file and any(map(Path(file).match, (*BESIDE_WEIGHTS, weights)))]
+        return Path(snapshot_download(name, allow_patterns=[*wanted, *POOLING_FILES]))
+    except Exception as error:  # of any type: those of the library that it speaks HTTP with, too
+        reason = " ".join(str(error).split())
+        raise ArgumentOSError(argument, "a repository that can be downloaded", f"{name} ({reason})") from None
+
+
+def model_directory(model: str | PathLike[str], allow_download: bool = False) -> Path:
     """The directory that `find_directory` finds, or a GGUF file, which stands for one. Raises ArgumentFileError if the
     directory has no config.json, or if there is no such file."""
     if (file := find_gguf("model", model)) is not None:
         return file
-    directory = find_directory("model", model)
+    directory = find_directory("model", model, allow_download)
     if directory is not None and (directory / "config.json").is_file():
         return directory
     advice = ""
     if directory is not None and (files := sorted(file.name for file in directory.glob(f"*{SUFFIX}"))):
         advice = f", where a file of it can be the model: {', '.join(files[:8])}"
     if directory is None and str(model).count("/") == 1 and not str(model).startswith((".", "/", "~")):
-        advice = f" (a repository of Hugging Face is downloaded with `hf download {model}`)"
+        advice = f" (a repository of Hugging Face is downloaded with `hf download {model}`, or with allow_download)"
     raise ArgumentFileError("model", "a directory with a config.json", f"{model or 'an empty text'}{advice}")
 
 
@@ -80,6 +107,20 @@ def directory_to_write(path: str | PathLike[str]) -> Path:
     if out.is_mount():
         raise ArgumentError("out", "a directory that is no mount point, such as one within it", out)
     return out
+
+
+def prefix_cache_directory(path: str | PathLike[str]) -> Path:
+    """The directory, with "~" expanded; it is made if it is not there, for this user alone. Raises ArgumentOSError for
+    one in which nothing can be written."""
+    directory = Path(path).expanduser()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        TemporaryFile(dir=directory).close()
+    except OSError as error:
+        raise ArgumentOSError(
+            "prefix_cache_dir", "a directory that can be written", f"{path} ({error.strerror})"
+        ) from None
+    return directory
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -161,10 +161,12 @@ def _bad_words(fields: dict[str, Any], eos_ids: set[int]) -> tuple[tuple[int, ..
 
 
 def eos_token_ids(directory: Path) -> set[int]:
-    """The token ids that end an output: those of generation_config.json, or else of config.json."""
+    """The token ids that end an output: those of generation_config.json, or of config.json, or of its text part."""
     for name in (FILE, "config.json"):
         path, fields = file_fields(directory, name)
         eos = fields.get("eos_token_id")
+        if eos is None and isinstance(text_part := fields.get("text_config"), dict):
+            eos = text_part.get("eos_token_id")
         if eos is not None:
             token_ids = eos if isinstance(eos, list) else [eos]
             for token_id in token_ids:

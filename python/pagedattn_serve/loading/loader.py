@@ -12,17 +12,19 @@ from torch import Tensor, nn
 
 from pagedattn_serve.config import DTYPES, FP8_DTYPES, check_dtype, check_quantization
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.loading.checkpoint_files import OpenFiles, open_checkpoint, warn_of_other_weights
+from pagedattn_serve.loading.checkpoint_files import OpenFiles, Tensors, open_checkpoint, warn_of_other_weights
 from pagedattn_serve.loading.directory import config_fields, model_directory, read_plain_config
+from pagedattn_serve.loading.dummy_weights import dummy_checkpoint
 from pagedattn_serve.loading.gguf_file import is_gguf
 from pagedattn_serve.loading.gguf_weights import GgufFormat, as_float
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
-from pagedattn_serve.loading.weights import load_weights, pack_as_stored
+from pagedattn_serve.loading.weights import lacks_head, load_weights, pack_as_stored
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
+from pagedattn_serve.models.experts import expert_inputs, pack_experts
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
-from pagedattn_serve.models.linear import LinearForms, pack_linear_layers
+from pagedattn_serve.models.linear import LinearForms, linear_layers, pack_linear_layers
 from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
 from pagedattn_serve.models.partition import SINGLE, Partition
@@ -31,17 +33,8 @@ from pagedattn_serve.progress import Report
 if TYPE_CHECKING:
     from pagedattn_serve.models.transformers_model import TransformersCausalLM
 
-# Every other architecture runs through transformers. What the fallback imports takes longer than all of this package,
-# so the fallback is imported for a model that needs it.
-NATIVE: dict[str, Callable[[Any, torch.dtype, Partition], NativeCausalLM]] = {
-    "BloomForCausalLM": BloomForCausalLM,
-    "GPT2LMHeadModel": GPT2LMHeadModel,
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": LlamaForCausalLM,
-    "OPTForCausalLM": OPTForCausalLM,
-    "Qwen2ForCausalLM": LlamaForCausalLM,
-    "Qwen3ForCausalLM": LlamaForCausalLM,
-    # Checkpoints without a head: the embeddings are tied, and the embedding is the head.
+# Checkpoints without a head. If the embeddings are tied, the embedding is the head; else the model cannot generate.
+BASE_MODELS: dict[str, Callable[[Any, torch.dtype, Partition], NativeCausalLM]] = {
     "BloomModel": BloomForCausalLM,
     "GPT2Model": GPT2LMHeadModel,
     "LlamaModel": LlamaForCausalLM,
@@ -49,6 +42,26 @@ NATIVE: dict[str, Callable[[Any, torch.dtype, Partition], NativeCausalLM]] = {
     "OPTModel": OPTForCausalLM,
     "Qwen2Model": LlamaForCausalLM,
     "Qwen3Model": LlamaForCausalLM,
+}
+# Models whose head is a score. They load without the head: `loading.pooling` reads it.
+CLASSIFIERS: dict[str, Callable[[Any, torch.dtype, Partition], NativeCausalLM]] = {
+    "LlamaForSequenceClassification": LlamaForCausalLM,
+    "MistralForSequenceClassification": LlamaForCausalLM,
+    "Qwen2ForSequenceClassification": LlamaForCausalLM,
+    "Qwen3ForSequenceClassification": LlamaForCausalLM,
+}
+# Every other architecture runs through transformers. What the fallback imports takes longer than all of this package,
+# so the fallback is imported for a model that needs it.
+NATIVE = {
+    "BloomForCausalLM": BloomForCausalLM,
+    "GPT2LMHeadModel": GPT2LMHeadModel,
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "OPTForCausalLM": OPTForCausalLM,
+    "Qwen2ForCausalLM": LlamaForCausalLM,
+    "Qwen3ForCausalLM": LlamaForCausalLM,
+    **BASE_MODELS,
+    **CLASSIFIERS,
 }
 # Fields of config.json that must be whole numbers from 1 up, if the config has them.
 SIZES = (
@@ -68,6 +81,7 @@ def load_model(
     quantization: str | None = None,
     partition: Partition = SINGLE,
     on_loading: Report | None = None,
+    load_format: str = "auto",
 ) -> CausalLM:
     """The model in directory `path`, on `device`, in `dtype` ("auto": that of config.json).
 
@@ -77,6 +91,7 @@ def load_model(
     partition: the slice of the model that is loaded. Its communicator is called by each step of the model, not before.
     on_loading: is called with the weights that are loaded and the number of all, some times; without it a terminal
         shows the progress.
+    load_format: "dummy" takes random weights in place of the checkpoint's.
 
     Raises FileNotFoundError if the directory, its config.json or its weights are missing, ValueError for files that
     cannot be read, for an architecture or option that is not supported and for tensors that are missing, unexpected or
@@ -84,18 +99,26 @@ def load_model(
     """
     directory = model_directory(path)
     model = build_model(directory, dtype, partition)
+    dummies: Tensors | None = None
+    if load_format == "dummy":
+        dummies = dummy_checkpoint(model)
+    elif isinstance(model, NativeCausalLM) and model.architecture in BASE_MODELS and lacks_head(model, directory):
+        model.drop_head()
     stored = checkpoint_format(directory)
+    if dummies is not None and stored is not None:
+        raise ArgumentError("load_format", "auto for a quantized checkpoint or a GGUF file", load_format)
     forms = linear_forms(model, stored, quantization, device)
     description = describe_linear_layers(model, stored, forms)
     joins = model.joins()
-    if partition.rank == 0:
+    if partition.rank == 0 and partition.is_last_stage and dummies is None:  # once
         warn_of_other_weights(directory)
     if isinstance(model, NativeCausalLM):
         of_layers = stored if isinstance(stored, CheckpointFormat) else None
-        load_weights(model, directory, device, of_layers, forms, on_loading)
+        load_weights(model, directory, device, of_layers, forms, on_loading, dummies)
     else:
         with OpenFiles() as open_files:
-            tensors = {name: as_float(read()) for name, read in open_checkpoint(directory, open_files).items()}
+            in_files = open_checkpoint(directory, open_files) if dummies is None else dummies
+            tensors = {name: as_float(read()) for name, read in in_files.items()}
             tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
             model.load_weights(tensors, directory, device, on_loading)
             del tensors
@@ -106,6 +129,7 @@ def load_model(
         pack_as_stored(model, by_name, forms)
     if forms is not None:
         pack_linear_layers(model, forms)
+        pack_experts(model, forms, are_some=partition.world_size > 1)
         logger.info("linear layers: %s", description)
     for name, join in joins.items():
         model.set_submodule(name, join(model.get_submodule(name)))
@@ -138,12 +162,23 @@ def build_model(
             f"none, as {architecture} runs through transformers, where quantized weights are not supported",
         )
     vars(config).pop("quantization_config", None)  # transformers would look for quantized weights
-    torch_dtype = choose_dtype(dtype, config.dtype if hasattr(config, "dtype") else config.torch_dtype)
+    of_checkpoint = config.dtype if hasattr(config, "dtype") else config.torch_dtype
+    if of_checkpoint is None and hasattr(config, "text_config"):  # a model that takes more than texts
+        of_checkpoint = config.text_config.dtype
+    torch_dtype = choose_dtype(dtype, of_checkpoint)
     if stored is not None:
         partition = replace(partition, group_size=stored.inputs_per_rank)
     with torch.device("meta"):
         if architecture in NATIVE:
-            return NATIVE[architecture](config, torch_dtype, partition)
+            model = NATIVE[architecture](config, torch_dtype, partition)
+            if architecture in CLASSIFIERS:
+                model.drop_head()
+            if partition.num_stages > 1:
+                model.keep_stage(config)
+            return model
+        if partition.num_stages > 1:
+            expected = f"1, as {architecture} runs through transformers, where nothing says what passes between layers"
+            raise ArgumentError("pipeline_parallel_size", expected, partition.num_stages)
         return transformers_fallback()(config, torch_dtype, partition)
 
 
@@ -185,7 +220,8 @@ def describe_linear_layers(
     """The forms of the linear layers in words, for a model that `build_model` made."""
     if forms is None:
         return "torch's own"
-    words = forms.describe(model)
+    in_features = {name: linear.in_features for name, linear in linear_layers(model).items()}
+    words = forms.describe(in_features | expert_inputs(model))
     if isinstance(stored, GgufFormat):
         return stored.describe() if forms.quantization is None else words
     return words if stored is None else f"{stored.describe()}; where the checkpoint is not quantized: {words}"
@@ -216,7 +252,9 @@ def read_config(directory: Path) -> Any:
         raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
 
 
-def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, layers: Sequence[int]) -> KVScales | None:
+def choose_kv_scales(
+    kv_cache_dtype: str, given: Any, directory: Path, layers: Sequence[int], load_format: str = "auto"
+) -> KVScales | None:
     """Scales for an fp8 cache: the given scales, else the checkpoint's, else None, which means 1, with a warning.
 
     layers: those with a cache of their own.
@@ -226,6 +264,8 @@ def choose_kv_scales(kv_cache_dtype: str, given: Any, directory: Path, layers: S
         return None
     if given is not None:
         return given_scales(given, len(layers))
+    if load_format == "dummy":
+        return None
     with OpenFiles() as open_files:
         tensors = open_checkpoint(directory, open_files)
         scales = scales_in_checkpoint(((name, read()) for name, read in tensors.items() if is_kv_scale(name)), layers)

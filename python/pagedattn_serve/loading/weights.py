@@ -33,6 +33,7 @@ def load_weights(
     stored: CheckpointFormat | None = None,
     forms: LinearForms | None = None,
     on_loading: Report | None = None,
+    dummies: Tensors | None = None,
 ) -> None:
     """Replace every parameter of `model`, built on "meta", by the checkpoint's tensors, or the rank's slices of them.
 
@@ -40,9 +41,11 @@ def load_weights(
     forms: what the linear layers become, one layer after the other, so that memory holds one layer twice at most. A
         tied lm_head keeps its form.
     on_loading: as `load_model` takes it.
+    dummies: tensors to take in place of the checkpoint's.
     """
     with OpenFiles() as open_files:
-        checkpoint = CheckpointTensors(model, open_checkpoint(directory, open_files))
+        in_files = open_checkpoint(directory, open_files) if dummies is None else dummies
+        checkpoint = CheckpointTensors(model, in_files)
         tensors, problems, read = checkpoint.tensors, checkpoint.problems, checkpoint.read
         is_quantizing = forms is not None and forms.quantization is not None
         parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
@@ -120,6 +123,14 @@ def pack_as_stored(model: CausalLM, tensors: Tensors, forms: LinearForms) -> Non
                 give_back_freed_memory()
 
 
+def lacks_head(model: NativeCausalLM, directory: Path) -> bool:
+    """Whether a checkpoint has nothing that could be the head of its model."""
+    if HEAD not in dict(model.named_parameters()):  # it is tied to the embedding
+        return False
+    with OpenFiles() as open_files:
+        return HEAD not in open_checkpoint(directory, open_files)
+
+
 def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
     """For a checkpoint with an lm_head although the config ties it: mostly a copy; if not, it becomes the head."""
     if not torch.equal(weight, model.lm_head.weight):
@@ -175,7 +186,7 @@ class CheckpointTensors:
         """Raise ValueError if there are problems, or tensors that nothing has read."""
         problems = self.problems + [f"unexpected {name}" for name in sorted(self._unread)]
         if problems == [f"missing {HEAD}"]:
-            problems[0] += ", which config.json does not tie to the embedding: a model without its head cannot generate"
+            problems[0] += ", which config.json does not tie to the embedding"
         if problems:
             raise ValueError(misfit(directory, type(self._model).__name__, problems))
 
@@ -195,7 +206,8 @@ def checkpoint_names(model: NativeCausalLM, names: Iterable[str]) -> dict[str, s
 
 def is_passed_over(model: NativeCausalLM, name: str) -> bool:
     """Whether a tensor in the checkpoint is no parameter, and may be there."""
-    return name.endswith(model.NOT_PARAMETERS) or is_kv_scale(name)
+    is_score = not model.head and name == f"{model.PREFIX}score.weight"
+    return name.endswith(model.NOT_PARAMETERS) or name.startswith(model.elsewhere) or is_kv_scale(name) or is_score
 
 
 def checkpoint_shapes(layer: nn.Module, layer_name: str, kind: str) -> dict[str, list[Share]]:

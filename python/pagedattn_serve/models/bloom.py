@@ -11,6 +11,7 @@ from pagedattn_ext import ops
 from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows, NativeCausalLM
 from pagedattn_serve.models.layers import InterleavedQKVLinear, attention, chunk_by_rows, of_rows
 from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
+from pagedattn_serve.models.stages import Trunk
 
 DEFAULT_MAX_MODEL_LEN = 2048  # what BLOOM was trained on; ALiBi itself has no end
 
@@ -63,7 +64,11 @@ class BloomLayer(nn.Module):
         return residual + chunk_by_rows(self.mlp, normed, self.mlp.width)
 
 
-class BloomModel(nn.Module):
+class BloomModel(Trunk):
+    LAYERS: ClassVar = "h"
+    BEFORE: ClassVar = ("word_embeddings", "word_embeddings_layernorm")
+    BEHIND: ClassVar = ("ln_f",)
+
     def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
         self.word_embeddings = SlicedEmbedding(partition.vocabulary(config.vocab_size), config.hidden_size)
@@ -74,11 +79,14 @@ class BloomModel(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        hidden = self.word_embeddings_layernorm(self.word_embeddings(token_ids))
+        if metadata.carried is None:
+            hidden = self.word_embeddings_layernorm(self.word_embeddings(token_ids))
+        else:
+            [hidden] = metadata.carried
         rows_of_layers = metadata.rows_of_layers(len(self.h))
         for layer, kv_cache, rows in zip(self.h, kv_caches, rows_of_layers, strict=True):
             hidden = layer(hidden, kv_cache, metadata, rows)
-        return self.ln_f(hidden)
+        return self.ln_f(hidden) if self.is_last else hidden[None]
 
 
 class BloomForCausalLM(NativeCausalLM):

@@ -1,11 +1,12 @@
-"""What the layers of a model keep of each token: the shapes of their caches, and the allocation of caches of many
-shapes.
+"""What the layers of a model keep of each token: the shapes of their caches, which of the caches share block tables and
+memory, and the allocation of caches of many shapes.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,63 @@ class CacheShape:
             return self.head_size * dtype.itemsize
         key_rows = padded_head_size(self.head_size, dtype)
         return self.num_kv_heads * (key_rows + num_value_rows(key_rows, dtype)) * dtype.itemsize
+
+
+class CacheGroups(NamedTuple):
+    """Groups of caches. A sequence has a block table for each group. The memory of a block holds the block's tokens in
+    the caches of one group, whichever that is: all groups lie in the same memory, and a block belongs to one of them.
+
+    windows: of each group, as in `CacheShape`.
+    shapes: of the memory's parts, which hold a cache of each group.
+    places: of each cache its group, and its part of the memory.
+    """
+
+    windows: tuple[int | None, ...]
+    shapes: tuple[CacheShape, ...]
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def single(cls, shapes: Sequence[CacheShape]) -> "CacheGroups":
+        """All caches as one group, which sees what the widest of them sees."""
+        return cls(
+            (widest(shape.window for shape in shapes),), tuple(shapes), tuple((0, i) for i in range(len(shapes)))
+        )
+
+    def describe(self) -> str:
+        """How many groups there are for each window, and of how many caches."""
+        return "; ".join(
+            f"{count} of {len(self.shapes)} caches that see {'all' if window is None else f'{window:,}'} tokens"
+            for window, count in Counter(self.windows).items()
+        )
+
+
+MAX_GROUPS = 16  # more tables would take the host too long
+
+
+def group_caches(shapes: Sequence[CacheShape]) -> CacheGroups:
+    """Caches of the same window as one group, or as several groups of about as many caches as each other window has.
+
+    Groups have room for the same number of caches, the largest number that leaves no window more than a tenth of the
+    room of its groups unused. Where that makes too many groups, or where caches differ in more than their windows, all
+    of them are one group.
+    """
+    caches_of: dict[int | None, list[int]] = {}
+    for cache, shape in enumerate(shapes):
+        caches_of.setdefault(shape.window, []).append(cache)
+    if len(caches_of) < 2 or len({replace(shape, window=None) for shape in shapes}) > 1:
+        return CacheGroups.single(shapes)
+    counts = [len(caches) for caches in caches_of.values()]
+    size = max(n for n in range(1, max(counts) + 1) if all(-(-count // n) * n <= 1.1 * count for count in counts))
+    if sum(-(-count // size) for count in counts) > MAX_GROUPS:
+        return CacheGroups.single(shapes)
+    windows: list[int | None] = []
+    places = [(0, 0)] * len(shapes)
+    for window, caches in caches_of.items():
+        for i, cache in enumerate(caches):
+            if i % size == 0:
+                windows.append(window)
+            places[cache] = len(windows) - 1, i % size
+    return CacheGroups(tuple(windows), (replace(shapes[0], window=None),) * size, tuple(places))
 
 
 def widest(windows: Iterable[int | None]) -> int | None:

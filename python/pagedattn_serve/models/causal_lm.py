@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models.cache_shape import CacheShape, widest
+from pagedattn_serve.models.cache_shape import CacheGroups, CacheShape, group_caches, widest
 from pagedattn_serve.models.partition import (
     GatheredLinear,
     Partition,
@@ -22,11 +22,13 @@ from pagedattn_serve.models.partition import (
     SummedEmbedding,
     SummedLinear,
 )
+from pagedattn_serve.models.stages import Trunk
 
 
 class KVCache(NamedTuple):
     """The cache of a layer, or of several that share it; the layout is that of `pagedattn_ext.ops`.
 
+    group: of the caches whose block tables say where a sequence's tokens are (`CacheGroups`).
     value_cache: without elements where key_cache holds latents, [num_blocks, block_size, head_size].
     k_scale, v_scale: an fp8 cache holds keys and values divided by these scales; fp32, one element. None is 1.
     """
@@ -35,6 +37,7 @@ class KVCache(NamedTuple):
     value_cache: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+    group: int = 0
 
 
 class LastRows(NamedTuple):
@@ -48,6 +51,14 @@ class LastRows(NamedTuple):
     of_step: Tensor
     query_start_loc: Tensor
     sampling: Tensor
+
+
+class ModelOutput(NamedTuple):
+    """What a step of the model gives. logits: [num_rows, vocab_size]. hidden: of the pooled rows, what the head would
+    read, [num_pooled, embedding_size]; None if there are none."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
 
 
 class StateShape(NamedTuple):
@@ -78,34 +89,41 @@ class SequenceRows(NamedTuple):
 
 class StepStates(NamedTuple):
     """The states of the model, each [num_slots, *shape] in the order of `CausalLM.states`, and who has rows in the
-    step."""
+    step.
+
+    slots: in the place of rows, where each sequence has a row that follows others: int64 [num_seqs].
+    """
 
     tensors: Sequence[Tensor]
     rows: list[SequenceRows]
+    slots: Tensor | None = None
 
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """Where the new tokens of one step go in the cache, and what they see there.
+    """Where the new tokens of one step go in the caches, and what they see there.
 
-    slot_mapping: int64 [num_tokens], slot of each new token.
-    block_tables: int32 [num_seqs, max_num_blocks_per_seq]; entries beyond a sequence's own blocks may be anything.
+    slot_mappings: for each group of caches, int64 [num_tokens], slot of each new token.
+    block_tables: for each group of caches, int32 [num_seqs, max_num_blocks_per_seq]; entries beyond a sequence's own
+        blocks, and of blocks behind the group's window, may be anything.
     seq_lens: int32 [num_seqs], tokens of each sequence, the new ones included.
     query_start_loc: int32 [num_seqs + 1], row offsets of the sequences' new tokens. None: one token each.
     sampling_rows: int64 [n], the rows whose logits are asked for; none if every sequence is amid its prompt.
     max_seq_len: at least each of seq_lens. None in a graph that is replayed with other lengths: as long as the tables.
     last_rows: the rows of the last layer, which no other layer attends to. None: all.
     states: for a model that keeps states; else None.
+    carried: in a stage that is not the first (`models.stages`): what the stage before returned.
     """
 
-    slot_mapping: Tensor
-    block_tables: Tensor
+    slot_mappings: Sequence[Tensor]
+    block_tables: Sequence[Tensor]
     seq_lens: Tensor
     query_start_loc: Tensor | None
     sampling_rows: Tensor
     max_seq_len: int | None = None
     last_rows: LastRows | None = None
     states: StepStates | None = None
+    carried: Tensor | None = None
 
     def rows_of_layers(self, num_layers: int) -> list[LastRows | None]:
         """The rows that each layer has to return; None is all."""
@@ -124,9 +142,12 @@ class CausalLM(nn.Module):
     cache_shapes: of the caches that the engine keeps for the model. All have a slot for each token of a sequence.
     cache_of_layer: which of the caches each layer attends to. Several layers may attend to one cache, which the first
         of them writes. None: the layer does not attend.
-    head: the name of the last layer, to the vocabulary.
+    embedding_size: features of a row before that layer.
+    head: the name of the last layer, to the vocabulary; empty for a model without, which gives hidden states alone.
     states: what a sequence keeps between tokens beside keys and values.
     forgets_states: whether a chunk of a prompt runs token by token, because the model would begin it without states.
+    is_last_stage: False of a stage (`models.stages`) which another one follows: it returns what that one reads.
+    own_caches: which of the caches of the model those of the stage are.
     Where ranks share the model, heads and shapes are those of this rank. vocab_size is always the whole.
     """
 
@@ -139,9 +160,12 @@ class CausalLM(nn.Module):
     cache_of_layer: list[int | None]
     vocab_size: int
     max_model_len: int
+    embedding_size: int
     head: str
     states: Sequence[StateShape] = ()
     forgets_states: bool = False
+    is_last_stage: bool = True
+    own_caches: slice = slice(None)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
@@ -150,13 +174,24 @@ class CausalLM(nn.Module):
         rows that sample, [n, vocab_size]."""
         raise NotImplementedError
 
+    def with_hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[KVCache],
+        metadata: AttentionMetadata,
+        num_pooled: int,
+    ) -> ModelOutput:
+        """As `forward`, but the last num_pooled of the rows that sample give their hidden states instead of logits."""
+        raise NotImplementedError
+
     def layers_of_caches(self) -> list[int]:
         """The layer that writes each of the caches."""
         return [self.cache_of_layer.index(cache) for cache in range(len(self.cache_shapes))]
 
-    def window(self) -> int | None:
-        """Tokens up to a row's own that some layer sees, at most; None: all."""
-        return widest(shape.window for shape in self.cache_shapes)
+    def cache_groups(self) -> CacheGroups:
+        """Which of the caches share block tables."""
+        return group_caches(self.cache_shapes)
 
     def describe_layers(self) -> str:
         """How many layers there are, and how many of them have no cache of their own."""
@@ -185,6 +220,9 @@ class NativeCausalLM(CausalLM):
         lm_head, [n, hidden_size]. Checkpoints of the model without its head leave the prefix out.
     NOT_PARAMETERS: endings of the names of tensors that a checkpoint may hold and the model does not use.
 
+    elsewhere: what the names of tensors begin with that other stages have.
+    carried_shape: of what a stage takes of the one before: without the rows, which are dimension 1.
+
     num_kv_heads: by default as many as query heads. head_size: by default a head's share of hidden_size.
 
     Raises ValueError if the number of heads does not divide hidden_size, or that of KV heads the number of heads.
@@ -196,6 +234,8 @@ class NativeCausalLM(CausalLM):
     runs = "native"
     head = "lm_head"
     lm_head: SlicedLinear
+    elsewhere: tuple[str, ...] = ()
+    carried_shape: tuple[int, int]
 
     def __init__(
         self,
@@ -225,18 +265,71 @@ class NativeCausalLM(CausalLM):
         shape = CacheShape(partition.kv_heads(num_kv_heads).size, head_size or config.hidden_size // num_heads)
         self.cache_shapes = [shape] * self.num_layers
         self.cache_of_layer = list(range(self.num_layers))
+        self._groups: CacheGroups | None = None  # None: those of cache_shapes
 
     def make_lm_head(self, config: Any, embedding: SlicedEmbedding) -> None:
         """The last layer, to the vocabulary; it has the weight of `embedding` if the config ties them."""
-        self.lm_head = SlicedLinear(embedding.embedding_dim, embedding.vocabulary, bias=False)
+        self.embedding_size = embedding.embedding_dim
+        self.lm_head = SlicedLinear(self.embedding_size, embedding.vocabulary, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = embedding.weight
+
+    def drop_head(self) -> None:
+        """For a checkpoint of the model without its last layer."""
+        del self.lm_head
+        self.head = ""
+
+    def keep_stage(self, config: Any) -> None:
+        """Give up what other stages than that of the partition have, before weights are loaded."""
+        partition, windows = self.partition, self.cache_groups().windows
+        [(prefix, trunk)] = [(name, each) for name, each in self.named_modules() if isinstance(each, Trunk)]
+        self.carried_shape = trunk.NUM_CARRIED, config.hidden_size
+        self.own_caches = partition.layers(self.num_layers)
+        self.is_last_stage = partition.is_last_stage
+        tied = [each for each in trunk.children() if self.head and getattr(each, "weight", None) is self.lm_head.weight]
+        names = [f"{prefix}.{name}" for name in trunk.keep_stage(partition, tied if self.is_last_stage else ())]
+        if not self.is_last_stage and self.head:
+            names.append(self.head)
+            self.drop_head()
+        self.elsewhere = tuple(f"{name}." for name in names)
+        # All stages have the same block tables, so that layers of different windows share theirs.
+        self._groups = CacheGroups.single(self.cache_shapes[self.own_caches])._replace(windows=(widest(windows),))
+        self.cache_shapes = self.cache_shapes[self.own_caches]
+
+    def layers_of_caches(self) -> list[int]:
+        """As that of `CausalLM`, of the caches of all stages."""
+        return list(range(self.num_layers))
+
+    def cache_groups(self) -> CacheGroups:
+        return super().cache_groups() if self._groups is None else self._groups
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
+        hidden = self._hidden(token_ids, positions, kv_caches, metadata)
+        return self._logits(hidden) if self.is_last_stage else hidden
+
+    def with_hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[KVCache],
+        metadata: AttentionMetadata,
+        num_pooled: int,
+    ) -> ModelOutput:
+        hidden = self._hidden(token_ids, positions, kv_caches, metadata)
+        of_logits, of_pooled = hidden.split_with_sizes((len(hidden) - num_pooled, num_pooled))
+        return ModelOutput(self._logits(of_logits), of_pooled)
+
+    def _hidden(
+        self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
+    ) -> Tensor:
         trunk = self.get_submodule(self.PREFIX.removesuffix("."))
-        return self.lm_head(metadata.of_samples(trunk(token_ids, positions, kv_caches, metadata)))
+        hidden: Tensor = trunk(token_ids, positions, kv_caches, metadata)
+        return metadata.of_samples(hidden) if self.is_last_stage else hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.lm_head(hidden) if self.head else hidden.new_empty(0, self.vocab_size)
 
     def joins(self) -> dict[str, Callable[[nn.Module], nn.Module]]:
         """What the layers that give slices become, by name: modules that join the slices of all ranks. To be asked for
@@ -252,7 +345,7 @@ class NativeCausalLM(CausalLM):
                 joins[name] = partial(SummedEmbedding, vocabulary=layer.vocabulary, all_reduce=ranks.all_reduce)
             elif isinstance(layer, SlicedLinear) and not layer.inputs.is_whole:
                 joins[name] = partial(SummedLinear, all_reduce=ranks.all_reduce)
-        if not self.lm_head.outputs.is_whole:
+        if self.head and not self.lm_head.outputs.is_whole:
             joins["lm_head"] = partial(GatheredLinear, partition=self.partition, num_outputs=self.vocab_size)
         return joins
 

@@ -16,6 +16,7 @@ from pagedattn_serve.models.layers import (
     of_rows,
 )
 from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, one_after_another
+from pagedattn_serve.models.stages import Trunk
 
 
 class GPT2Attention(nn.Module):
@@ -60,7 +61,11 @@ class GPT2Layer(nn.Module):
         return hidden + chunk_by_rows(self.mlp, self.ln_2(hidden), self.mlp.width)
 
 
-class GPT2Model(nn.Module):
+class GPT2Model(Trunk):
+    LAYERS: ClassVar = "h"
+    BEFORE: ClassVar = ("wte", "wpe")
+    BEHIND: ClassVar = ("ln_f",)
+
     def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
         self.wte = SlicedEmbedding(partition.vocabulary(config.vocab_size), config.hidden_size)
@@ -71,11 +76,14 @@ class GPT2Model(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        hidden = self.wte(token_ids) + self.wpe(positions)
+        if metadata.carried is None:
+            hidden = self.wte(token_ids) + self.wpe(positions)
+        else:
+            [hidden] = metadata.carried
         rows_of_layers = metadata.rows_of_layers(len(self.h))
         for layer, kv_cache, rows in zip(self.h, kv_caches, rows_of_layers, strict=True):
             hidden = layer(hidden, kv_cache, metadata, rows)
-        return self.ln_f(hidden)
+        return self.ln_f(hidden) if self.is_last else hidden[None]
 
 
 class GPT2LMHeadModel(NativeCausalLM):

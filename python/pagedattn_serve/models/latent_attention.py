@@ -95,13 +95,13 @@ def attend_to_latents(
     projection, latent_size, cache = module.kv_b_proj, module.kv_lora_rank, kv_cache.key_cache
     q_nope, q_pe = torch.split(query, [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=2)
     absorbed = torch.stack([of_head(rows) for of_head, rows in zip(projection.keys, q_nope, strict=True)])
-    ops.concat_and_cache_mla(key[:, :latent_size], key[:, latent_size:], cache, metadata.slot_mapping)
+    ops.concat_and_cache_mla(key[:, :latent_size], key[:, latent_size:], cache, metadata.slot_mappings[kv_cache.group])
     latents, _ = ops.mla_attention(
         absorbed.transpose(0, 1),
         q_pe.transpose(0, 1),
         cache[..., :latent_size],
         cache[..., latent_size:],
-        metadata.block_tables,
+        metadata.block_tables[kv_cache.group],
         metadata.seq_lens,
         query_start_loc=metadata.query_start_loc,
         scale=scale,

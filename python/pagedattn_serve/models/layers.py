@@ -38,19 +38,19 @@ def attention(
     rows: the n new rows that attend. None: all of them. Whether others do changes no bit of a row's result on the CPU.
     Returns [n, num_heads * head_size], with the head size of the values.
     """
-    key_cache, value_cache, k_scale, v_scale = kv_cache
+    key_cache, value_cache, k_scale, v_scale, group = kv_cache
     query = of_rows(query, rows)
     padded_size, value_size = key_cache.shape[2] * key_cache.shape[4], value.shape[-1]
     if min(query.shape[-1], value_size) < padded_size:  # zeros change no dot product, and come out as zeros
         query, key, value = (nn.functional.pad(x, (0, padded_size - x.shape[-1])) for x in (query, key, value))
     if not is_written:
-        slots = metadata.slot_mapping
+        slots = metadata.slot_mappings[group]
         ops.reshape_and_cache(key, value, key_cache, value_cache, slots, k_scale=k_scale, v_scale=v_scale)
     out, _ = ops.paged_attention(
         query,
         key_cache,
         value_cache,
-        metadata.block_tables,
+        metadata.block_tables[group],
         metadata.seq_lens,
         query_start_loc=metadata.query_start_loc if rows is None else rows.query_start_loc,
         scale=scale,

@@ -111,15 +111,15 @@ class LinearForms:
     head: str
     quantization: str | None
 
-    def of(self, name: str, linear: nn.Linear) -> LinearType:
-        """The type of the layer that takes the place of `linear`, called `name`.
+    def of(self, name: str, in_features: int) -> LinearType:
+        """The type of the layer that takes the place of the one called `name`.
 
         With int4, two kinds of layers have 8 bits: the last layer, because no later layer evens out its errors, and
         layers whose in_features are no multiple of a group.
         """
         if self.quantization is None:
             return PackedLinear
-        if self.quantization == "int4" and linear.in_features % GROUP_SIZE == 0 and name != self.head:
+        if self.quantization == "int4" and in_features % GROUP_SIZE == 0 and name != self.head:
             return Int4Linear
         return Int8Linear
 
@@ -130,7 +130,7 @@ class LinearForms:
         """
         parts = [linear.weight.detach()] if parts is None else parts
         bias = None if linear.bias is None else linear.bias.detach()
-        form = self.of(name, linear)
+        form = self.of(name, linear.in_features)
         if form is PackedLinear:
             return PackedLinear(parts, bias)
         try:
@@ -140,9 +140,9 @@ class LinearForms:
         except ValueError as error:
             raise ValueError(f"quantization: {name}: {str(error).partition(': ')[2]}") from None
 
-    def describe(self, model: nn.Module) -> str:
-        """The forms in words. The model's layers are not packed; the model may be on any device."""
-        forms = {name: self.of(name, linear).FORM for name, linear in linear_layers(model).items()}
+    def describe(self, in_features: dict[str, int]) -> str:
+        """The forms in words, of layers with so many inputs."""
+        forms = {name: self.of(name, size).FORM for name, size in in_features.items()}
         heads = {form for name, form in forms.items() if name == self.head}
         counts = Counter(form for name, form in forms.items() if name != self.head)
         words = [form if len(counts) == 1 else f"{count} {form}" for form, count in counts.most_common()]
@@ -188,7 +188,7 @@ Rows = tuple[Tensor, ...]  # of a weight: what the op that packs them takes
 
 
 def pack_parts(pack: Callable[..., Tensor], parts: Iterable[Rows], out_features: int) -> Tensor:
-    """The packed weight that has these parts, one below the other. All but the last have whole panels."""
+    """The packed weight that has these parts, one below the other. Each begins with a panel of its own."""
     packed, place = None, 0
     for part in parts:
         if packed is None:

@@ -24,6 +24,7 @@ from pagedattn_serve.models.layers import (
 )
 from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 from pagedattn_serve.models.rope import max_position
+from pagedattn_serve.models.stages import Trunk
 
 
 class LlamaAttention(nn.Module):
@@ -100,7 +101,12 @@ class LlamaLayer(nn.Module):
         return chunk_by_rows(self.mlp, hidden, self.mlp.width), residual
 
 
-class LlamaModel(nn.Module):
+class LlamaModel(Trunk):
+    LAYERS: ClassVar = "layers"
+    BEFORE: ClassVar = ("embed_tokens",)
+    BEHIND: ClassVar = ("norm",)
+    NUM_CARRIED: ClassVar = 2
+
     def __init__(self, config: Any, partition: Partition, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.embed_tokens = SlicedEmbedding(partition.vocabulary(config.vocab_size), config.hidden_size)
@@ -110,12 +116,17 @@ class LlamaModel(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        hidden: Tensor = self.embed_tokens(token_ids)
-        residual = None
+        hidden: Tensor
+        residual: Tensor | None
+        residual, hidden = (None, self.embed_tokens(token_ids)) if metadata.carried is None else metadata.carried
         rows_of_layers = metadata.rows_of_layers(len(self.layers))
         for layer, kv_cache, rows in zip(self.layers, kv_caches, rows_of_layers, strict=True):
             hidden, residual = layer(hidden, residual, positions, kv_cache, metadata, rows)
-        return self.norm(hidden, residual)[0]
+        if self.is_last:
+            normed: Tensor = self.norm(hidden, residual)[0]
+            return normed
+        assert residual is not None
+        return torch.stack((residual, hidden))
 
 
 class LlamaForCausalLM(NativeCausalLM):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows, NativeCausalLM
 from pagedattn_serve.models.layers import ACTIVATIONS, FusedLinear, attention, choose_activation, chunk_by_rows, of_rows
 from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, SlicedLinear
+from pagedattn_serve.models.stages import Trunk
 
 POSITION_OFFSET = 2  # the first rows of the position embedding belonged to padding
 
@@ -52,7 +53,11 @@ class OPTLayer(nn.Module):
         return self.fc2(self.activation(self.fc1(hidden)))
 
 
-class OPTDecoder(nn.Module):
+class OPTDecoder(Trunk):
+    LAYERS: ClassVar = "layers"
+    BEFORE: ClassVar = ("embed_tokens", "embed_positions", "project_in")
+    BEHIND: ClassVar = ("final_layer_norm", "project_out")
+
     def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
         size, embedding_size = config.hidden_size, config.word_embed_proj_dim
@@ -68,11 +73,14 @@ class OPTDecoder(nn.Module):
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        hidden = self.project_in(self.embed_tokens(token_ids)) + self.embed_positions(positions + POSITION_OFFSET)
+        if metadata.carried is None:
+            hidden = self.project_in(self.embed_tokens(token_ids)) + self.embed_positions(positions + POSITION_OFFSET)
+        else:
+            [hidden] = metadata.carried
         rows_of_layers = metadata.rows_of_layers(len(self.layers))
         for layer, kv_cache, rows in zip(self.layers, kv_caches, rows_of_layers, strict=True):
             hidden = layer(hidden, kv_cache, metadata, rows)
-        return self.project_out(self.final_layer_norm(hidden))
+        return self.project_out(self.final_layer_norm(hidden)) if self.is_last else hidden[None]
 
 
 class OPTModel(nn.Module):

@@ -101,14 +101,32 @@ class Partition:
 
     communicator: the other ranks; None for a model that is built and does not run, and where there is one rank.
     group_size: inputs of a layer that stay on one rank together, because the checkpoint has quantized them together.
+    stage: which of num_stages the rank is in (`models.stages`). rank, world_size: among the ranks of the stage.
 
-    Each method raises ArgumentError, for tensor_parallel_size, if the model cannot be split among so many ranks.
+    Each method raises ArgumentError, for tensor_parallel_size or pipeline_parallel_size, if the model cannot be split
+    among so many ranks.
     """
 
     rank: int = 0
     world_size: int = 1
     communicator: Communicator | None = None
     group_size: int = 1
+    stage: int = 0
+    num_stages: int = 1
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage + 1 == self.num_stages
+
+    def layers(self, num_layers: int) -> slice:
+        """The layers of the stage, among those of the model. Stages differ by one layer at most; the first ones have
+        more, as the last one has the head."""
+        if self.num_stages > num_layers:
+            raise ArgumentError(
+                "pipeline_parallel_size", f"at most {num_layers}, the layers of the model", self.num_stages
+            )
+        begin, end = (-(-num_layers * stage // self.num_stages) for stage in (self.stage, self.stage + 1))
+        return slice(begin, end)
 
     def heads(self, num_heads: int) -> Share:
         """The query heads."""

@@ -12,13 +12,20 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from pagedattn_serve.errors import ArgumentError
@@ -27,6 +34,7 @@ from pagedattn_serve.models.causal_lm import (
     AttentionMetadata,
     CausalLM,
     KVCache,
+    ModelOutput,
     SequenceRows,
     StepStates,
     misfit,
@@ -34,15 +42,18 @@ from pagedattn_serve.models.causal_lm import (
 from pagedattn_serve.models.latent_attention import absorb, attend_to_latents, keep_latents
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.partition import SINGLE, Partition
-from pagedattn_serve.models.transformers_slices import Joins, Slices, joined, name_of
+from pagedattn_serve.models.transformers_positions import NumTokensBefore, position_arguments
+from pagedattn_serve.models.transformers_slices import Join, Joins, Slices, joined, name_of
 from pagedattn_serve.models.transformers_states import (
     ContiguousRows,
     StateStep,
+    WithDtype,
     keep_linear_layers,
     mixers,
     replace_mixers,
 )
 from pagedattn_serve.models.transformers_trial import (
+    NO_POSITIONS,
     TRIAL,
     AttentionShape,
     Refusal,
@@ -50,6 +61,7 @@ from pagedattn_serve.models.transformers_trial import (
     TrialMask,
     give_to_layers,
     run_trial,
+    without_advice,
 )
 from pagedattn_serve.progress import Report, reported
 
@@ -89,27 +101,11 @@ def cache_shape(writer: int, shapes: dict[int, AttentionShape]) -> CacheShape:
     return CacheShape(shape.num_kv_heads, shape.head_size, has_values=not shape.is_latent, window=window)
 
 
-class NumTokensBefore:
-    """Stands for transformers' cache in layers that ask the cache how many tokens come before their rows. The answer is
-    a number for each row of the step, so that the number and the row's index are the row's position."""
-
-    def __init__(self, step: Step) -> None:
-        self.step = step
-
-    def get_seq_length(self, layer_idx: int) -> Tensor:
-        assert self.step.inputs is not None
-        positions = self.step.inputs[2]
-        return positions - torch.arange(len(positions), device=positions.device)
-
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        return key, value
-
-
 def tell_positions(model: PreTrainedModel, step: Step) -> None:
     """For layers that scale queries by their positions, which are Llama 4's layers without rotary embedding."""
 
     def add_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs if step.inputs is None else {**kwargs, "past_key_values": NumTokensBefore(step)}
+        return args, kwargs if step.inputs is None else {**kwargs, "past_key_values": NumTokensBefore(step.inputs[2])}
 
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False):
@@ -127,13 +123,14 @@ class TransformersCausalLM(CausalLM):
         self.runs = f"through transformers {transformers.__version__}"
         self.architecture = (config.architectures or ["none"])[0]
         self.dtype = dtype
-        self.config = config
         try:
-            text_config = config.get_text_config()
+            self.config = config_of_causal_lm(config)
+            text_config = self.config.get_text_config()
             self.model = build(config, dtype)
             self.max_model_len = max_model_len(text_config)
             trial = run_trial(self.model, text_config)
-            self.head = f"model.{name_of(self.model, self.model.get_output_embeddings())}"
+            head = self.model.get_output_embeddings()
+            self.head, self.embedding_size = f"model.{name_of(self.model, head)}", head.weight.shape[1]
         except Exception as error:  # also what a model runs into that expects a mask, or numbers
             raise self.refusal(error) from None
         self.partition = partition
@@ -175,8 +172,9 @@ class TransformersCausalLM(CausalLM):
         keep_linear_layers(self.model, self.linear_use.read)
         give_to_layers(self.model, self.step)
         tell_positions(self.model, self.step)
+        self.position_arguments = position_arguments(self.model)
         try:
-            with joined(self.model, {} if self.slices is None else self.slices.joins_alone()):
+            with joined(self.model, {} if self.slices is None else self.slices.joins_alone()), without_advice():
                 difference = self.compare()
         except Exception as error:  # whatever a model runs into that expects more than its tokens and positions
             raise self.refusal(error) from None
@@ -191,8 +189,6 @@ class TransformersCausalLM(CausalLM):
         trial: of the whole model. Raises ArgumentError if ranks cannot share the model.
         """
         try:
-            if self.states:
-                raise Refusal("its layers keep states, which are not shared")
             slices = Slices(self.model, trial.shapes, self.partition)
             slices.cut_all(self.model)
             slices.make_slices(self.model)
@@ -211,11 +207,15 @@ class TransformersCausalLM(CausalLM):
 
     def joins(self) -> Joins:
         """As `NativeCausalLM.joins`."""
-        ranks = self.partition.communicator
-        if self.slices is None or ranks is None:
-            assert self.partition.world_size == 1
-            return {f"model.{name}": ContiguousRows for name in self.linear_use.scattered}
-        return {f"model.{name}": join for name, join in self.slices.joins(ranks).items()}
+        joins: Joins = {}
+        if self.slices is not None:
+            assert self.partition.communicator is not None
+            joins = self.slices.joins(self.partition.communicator)
+        for name in self.linear_use.scattered:
+            joins[name] = within(ContiguousRows, joins.get(name))
+        for name in self.linear_use.typed:
+            joins[name] = within(partial(WithDtype, dtype=self.dtype), joins.get(name))
+        return {f"model.{name}": join for name, join in joins.items()}
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_caches: Sequence[KVCache], metadata: AttentionMetadata
@@ -223,7 +223,7 @@ class TransformersCausalLM(CausalLM):
         self.step.inputs = kv_caches, metadata, positions
         if metadata.states is not None:
             self.step.states = StateStep(self.state_keys, metadata.states)
-        inputs = {"position_ids": positions[None]} if self.cache_shapes else {}
+        inputs = self.position_arguments(positions) if self.cache_shapes else {}
         try:
             outputs = self.model(
                 input_ids=token_ids[None], use_cache=False, logits_to_keep=metadata.sampling_rows, **inputs
@@ -232,6 +232,30 @@ class TransformersCausalLM(CausalLM):
             self.step.inputs = self.step.states = None  # or caches would stay in memory when their owner lets go
         logits: Tensor = outputs.logits[0]
         return logits
+
+    def with_hidden(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv_caches: Sequence[KVCache],
+        metadata: AttentionMetadata,
+        num_pooled: int,
+    ) -> ModelOutput:
+        """The hidden states are taken where the head is about to read them."""
+        pooled: list[Tensor] = []
+
+        def take(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+            [hidden] = inputs
+            of_logits, of_pooled = hidden.split_with_sizes((hidden.shape[1] - num_pooled, num_pooled), dim=1)
+            pooled.append(of_pooled[0])
+            return (of_logits,)
+
+        hook = self.get_submodule(self.head).register_forward_pre_hook(take)
+        try:
+            logits = self(token_ids, positions, kv_caches, metadata)
+        finally:
+            hook.remove()
+        return ModelOutput(logits, pooled[0])
 
     @torch.inference_mode()
     def compare(self) -> float:
@@ -254,8 +278,8 @@ class TransformersCausalLM(CausalLM):
             pieces = [torch.arange(c, c + n, device=device) for c, n in zip(computed, counts, strict=True)]
             computed = [c + n for c, n in zip(computed, counts, strict=True)]
             metadata = AttentionMetadata(
-                slot_mapping=torch.cat([pieces[0] + 2 * block_size, pieces[1]]),
-                block_tables=torch.tensor([[2, 3], [0, 1]], dtype=torch.int32, device=device),
+                slot_mappings=[torch.cat([pieces[0] + 2 * block_size, pieces[1]])],
+                block_tables=[torch.tensor([[2, 3], [0, 1]], dtype=torch.int32, device=device)],
                 seq_lens=torch.tensor(computed, dtype=torch.int32, device=device),
                 query_start_loc=torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32, device=device),
                 sampling_rows=torch.arange(sum(counts), device=device),
@@ -280,10 +304,16 @@ class TransformersCausalLM(CausalLM):
         )
 
 
+def within(outer: Join, inner: Join | None) -> Join:
+    return outer if inner is None else lambda linear: outer(inner(linear))
+
+
 def reason_of(error: Exception) -> str:
     reason = str(error).strip().split("\n")[0]
     if TRIAL in reason or TrialMask.__name__ in reason:
         return "its layers do not leave their masks to transformers' attention interface"
+    if isinstance(error, RuntimeError) and "meta" in reason.lower():
+        return "its forward looks at numbers, and a trial run without weights has none"
     return reason if isinstance(error, Refusal) else f"a trial run fails with {type(error).__name__}: {reason}"
 
 
@@ -332,13 +362,27 @@ def paged_attention(
 AttentionInterface.register(PAGED, paged_attention)
 
 
-def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without weights, ready for a trial. Raises Refusal if no such model takes a flat row of tokens."""
+def config_of_causal_lm(config: Any) -> Any:
+    """The config, or its text part: of some models that take images as well, such as Qwen 3.5 and Llama 4, transformers
+    has the language model alone. Raises Refusal if the checkpoint is of neither."""
     if tuple(int(number) for number in transformers.__version__.split(".")[:2]) < FIRST_VERSION:
         raise Refusal(f"that takes transformers {FIRST_VERSION[0]}.{FIRST_VERSION[1]}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is None or [model_class.__name__] != config.architectures:
+    with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    names = [each.__name__ for each in (model_class, with_images) if each is not None]
+    if model_class is None or config.architectures not in ([name] for name in names):
         raise Refusal(f"it is not the causal language model of model_type {config.model_type!r}")
+    if isinstance(config, model_class.config_class):
+        return config
+    text_config = config.get_text_config()
+    text_config.tie_word_embeddings = getattr(config, "tie_word_embeddings", text_config.tie_word_embeddings)
+    return text_config
+
+
+def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without weights, of the config or of its text part, ready for a trial. Raises Refusal if no such model
+    takes a flat row of tokens."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     arguments = inspect.signature(model_class.forward).parameters
     if "logits_to_keep" not in arguments:
         raise Refusal("its forward does not take logits_to_keep")
@@ -351,8 +395,8 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     if not mixers(model):
         if model_class._is_stateful:
             raise Refusal("it keeps another state between tokens than keys and values")
-        if "position_ids" not in arguments:
-            raise Refusal("its forward does not take position_ids")
+        if not arguments.keys() & {"position_ids", "past_key_values"}:
+            raise Refusal(NO_POSITIONS)
     return model.eval()
 
 

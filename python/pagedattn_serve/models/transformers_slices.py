@@ -31,6 +31,7 @@ from pagedattn_serve.models.partition import (
     one_after_another,
     split,
 )
+from pagedattn_serve.models.transformers_states import mixers
 from pagedattn_serve.models.transformers_trial import AttentionShape, Refusal
 
 # The words for linear layers. A rank has all outputs of GATHERED layers, and is given all inputs of WITH_ALL_INPUTS.
@@ -48,18 +49,33 @@ OF_WHOLE_EXPERTS = {"grouped_gemm"}
 # The words for what is whole on each rank, and computes as it is: they are about gradients, or about DTensor.
 WHOLE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
 
-# What plans leave out, by model type: transformers lets ranks share the experts of these models, and not attention.
+
+def of_layers(module: str, **words: str) -> dict[str, str]:
+    """A plan's words for what lies in this module of each layer."""
+    return {f"model.layers.*.{module}.{name}": word for name, word in words.items()}
+
+
+HEADS = dict(q_proj="colwise", k_proj="colwise", v_proj="colwise")
+MLP = dict(gate_proj="colwise", up_proj="colwise", down_proj="rowwise")
+# What plans leave out, by model type: transformers lets ranks share the experts of these models, if any, and neither
+# attention nor MLPs.
+ATTENTION_AND_MLP = of_layers("self_attn", **HEADS, o_proj="rowwise") | of_layers("feed_forward", **MLP)
+LFM2 = of_layers("self_attn", **HEADS, out_proj="rowwise")
+LFM2 |= of_layers("feed_forward", w1="colwise", w3="colwise", w2="rowwise")
 ADDED = {
-    "gpt_oss": {
-        "model.layers.*.self_attn.q_proj": "colwise",
-        "model.layers.*.self_attn.k_proj": "colwise",
-        "model.layers.*.self_attn.v_proj": "colwise",
-        "model.layers.*.self_attn.sinks": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-    }
+    "bamba": ATTENTION_AND_MLP,
+    "falcon_h1": ATTENTION_AND_MLP,
+    "gpt_oss": of_layers("self_attn", **HEADS, sinks="colwise", o_proj="rowwise"),
+    "granitemoehybrid": of_layers("self_attn", **HEADS, o_proj="rowwise")
+    | of_layers("shared_mlp", input_linear="packed_colwise", output_linear="rowwise"),
+    "jamba": ATTENTION_AND_MLP,
+    "lfm2": LFM2,
+    "lfm2_moe": LFM2,
+    "nemotron_h": of_layers("mixer", **HEADS, o_proj="rowwise", up_proj="colwise", down_proj="rowwise"),
 }
 
-Joins = dict[str, Callable[[nn.Module], nn.Module]]
+Join = Callable[[nn.Module], nn.Module]
+Joins = dict[str, Join]
 
 
 class Slices:
@@ -82,11 +98,16 @@ class Slices:
         self.cuts: dict[str, tuple[int, Share]] = {}
         self.words: dict[str, str] = {}
         plan = plan_of(model)
+        of_mixers = {name for mixer in mixers(model) for name in mixer.module_names(model)}
         for name, module in model.named_modules():
-            word = plan.get(in_plan(name), "replicate")
-            inherited = word if word in LAYERS else "replicate"
             parameters = dict(module.named_parameters(recurse=False))
-            words = {kind: plan.get(in_plan(f"{name}.{kind}"), inherited) for kind in parameters}
+            if name in of_mixers:
+                word = self.word_in_mixer(module)
+                words = dict.fromkeys(parameters, word)
+            else:
+                word = plan.get(in_plan(name), "replicate")
+                inherited = word if word in LAYERS else "replicate"
+                words = {kind: plan.get(in_plan(f"{name}.{kind}"), inherited) for kind in parameters}
             if not is_supported(module, word, words):
                 said = ", ".join(sorted({word, *words.values()} - WHOLE))
                 raise Refusal(f"its plan says {said} of {in_plan(name)}, which is not supported")
@@ -100,6 +121,12 @@ class Slices:
         embedding = model.get_input_embeddings()
         whole = 0, everything(embedding.num_embeddings)
         _, self.vocabulary = self.cuts.get(f"{name_of(model, embedding)}.weight", whole)
+
+    def word_in_mixer(self, module: nn.Module) -> str:
+        """A mixer and its states are whole on each rank. Ranks share its linear layers, if the mixer only calls them,
+        and each rank has all outputs: whatever the mixer does with them stays as it is."""
+        is_shared = type(module) is nn.Linear and module.out_features >= self.partition.world_size
+        return "colwise_gather_output" if is_shared else "replicate"
 
     def share(self, model: nn.Module, layer: str, word: str, size: int) -> Share:
         """The rank's share of an axis with `size` elements. layer: the name of a module, or of a bare parameter."""
@@ -204,8 +231,8 @@ class Slices:
                 layer._is_expert_parallel = True  # so it leaves out the tokens of an expert with the number num_experts
         for layer in model.modules():
             if hasattr(layer, "num_key_value_groups"):  # for transformers' own attention
-                own = self.attention[layer.layer_idx]
-                if own.is_latent:  # a key and a value for each head
+                own = self.attention.get(layer.layer_idx)
+                if own is None or own.is_latent:  # Zamba's, which is whole; or a key and a value for each head
                     continue
                 layer.num_key_value_groups = own.num_heads // own.num_kv_heads
 
@@ -252,7 +279,7 @@ def plan_of(model: PreTrainedModel) -> dict[str, str]:
     plan |= tp_plan | ADDED.get(model.config.model_type, {})
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embedding_name, head_name = name_of(model, embedding), name_of(model, head)
-    if not plan.keys() - {embedding_name, head_name}:
+    if not plan.keys() - {embedding_name, head_name} and not mixers(model):
         raise Refusal("transformers has no plan for it")
     if head_name in plan:
         plan |= {embedding_name: EMBEDDING, head_name: "colwise_gather_output"}

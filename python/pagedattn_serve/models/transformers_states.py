@@ -9,11 +9,13 @@ ops.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pagedattn_ext import causal_conv1d, fla, mamba_ssm, ops
 from pagedattn_serve.models.causal_lm import SequenceRows, StateShape, StepStates
@@ -32,11 +34,16 @@ class StateKey(NamedTuple):
     number: int
 
 
-class InSlots(NamedTuple):
+@dataclass(slots=True, frozen=True)
+class InSlots:
     """The states of some sequences, where they lie. states: [num_slots, *shape]. slots: int64 [num_seqs]; None: all."""
 
     states: Tensor
     slots: Tensor | None
+
+    def __getitem__(self, index: tuple[slice, int]) -> "InSlots":
+        """Of all sequences, a part of the state: Zamba's mixer runs head by head."""
+        return InSlots(self.states[index], self.slots)
 
 
 class MixerCache:
@@ -142,8 +149,10 @@ class StateStep:
         self._of_layers: dict[int, dict[StateKey, Tensor]] = {}
         for key, tensor in zip(keys, states.tensors, strict=True):
             self._of_layers.setdefault(key.layer, {})[key] = tensor
-        single: list[SequenceRows] = []
         self.calls: list[Call] = []
+        if states.slots is not None:
+            self.calls.append(Call(torch.arange(len(states.slots), device=states.slots.device), states.slots, False))
+        single: list[SequenceRows] = []
         for rows in states.rows:  # one row that follows others of its sequence comes after them: it is among the last
             if rows.num_rows == 1 and not rows.is_new and rows.kept_in is None:
                 single.append(rows)
@@ -171,8 +180,9 @@ def _chunk(rows: SequenceRows) -> Call:
 def causal_conv1d_update(
     x: Tensor, conv_state: InSlots, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
-    states, slots = conv_state
-    return causal_conv1d.causal_conv1d_update(x, states, weight, bias, activation, conv_state_indices=slots)
+    return causal_conv1d.causal_conv1d_update(
+        x, conv_state.states, weight, bias, activation, conv_state_indices=conv_state.slots
+    )
 
 
 def recurrent_gated_delta_rule(
@@ -180,10 +190,10 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Tensor, InSlots]:
     """Of one token of each sequence. The states are updated where they lie."""
     query, key, value, decay, rate = (tensor.flatten(0, 1) for tensor in (q, k, v, g, beta))
-    states, slots = initial_state
     out = ops.gated_delta_rule(
-        query, key, value, decay, rate, states, use_qk_l2norm=use_qk_l2norm_in_kernel, state_indices=slots
-    )
+        query, key, value, decay, rate, initial_state.states,
+        use_qk_l2norm=use_qk_l2norm_in_kernel, state_indices=initial_state.slots,
+    )  # fmt: skip
     return out.view(v.shape), initial_state
 
 
@@ -191,8 +201,16 @@ def selective_state_update(
     state: InSlots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
     z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
 ) -> Tensor:  # fmt: skip
-    states, slots = state
-    return mamba_ssm.selective_state_update(states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, slots)
+    return mamba_ssm.selective_state_update(state.states, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state.slots)
+
+
+def mamba2_selective_state_update(
+    state: InSlots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
+) -> Tensor:  # fmt: skip
+    """The gate comes after the rounding, as mixers have it behind a chunk: a token has the same bits either way."""
+    out = selective_state_update(state, x, dt, A, B, C, D, None, dt_bias, dt_softplus)
+    return out if z is None else out * nn.functional.silu(z)
 
 
 def takes_all(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -217,7 +235,7 @@ OF_SLOTS = {
     CONVOLUTION: {"causal_conv1d_update": takes_all(causal_conv1d_update)},
     RECURRENT: {
         "torch_recurrent_gated_delta_rule": takes_all(recurrent_gated_delta_rule),
-        "mamba2_selective_state_update": takes_all(selective_state_update),
+        "mamba2_selective_state_update": takes_all(mamba2_selective_state_update),
         "mamba_selective_state_update": takes_all(selective_state_update),
     },
 }
@@ -246,6 +264,11 @@ class MixerForward:
         self._signature = inspect.signature(mixer.forward)
         self._cache_argument = cache_argument
         self.forgets: bool | None = None  # whether a chunk begins without the state before it; None: not tried yet
+
+    def module_names(self, model: nn.Module) -> list[str]:
+        """Of the mixer and of all that lies in it, in this model."""
+        parts = set(self._mixer.modules())
+        return [name for name, module in model.named_modules() if module in parts]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         place = self._mixer.pagedattn
@@ -346,11 +369,26 @@ def mixers(model: nn.Module) -> list[MixerForward]:
 # ---- linear layers that do not come as the ops take them ------------------------------------------------------------
 
 
+class WatchedWeight(Tensor):
+    """The weight of a linear layer, given to another module during a trial."""
+
+    layer: "WatchedLinear"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for weight in tree_leaves((args, kwargs)):
+            if isinstance(weight, WatchedWeight):
+                weight.layer.is_read |= func != Tensor.dtype.__get__  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 class WatchedLinear(nn.Linear):
-    """A linear layer during a trial. is_read: whether its weight was read from outside. is_scattered: whether it was
-    given rows that are not contiguous."""
+    """A linear layer during a trial. is_read: whether its weight was read from outside; is_typed: whether it was asked
+    for, if only for its dtype. is_scattered: whether the layer was given rows that are not contiguous."""
 
     is_read = False
+    is_typed = False
     is_scattered = False
     _is_running = False
 
@@ -363,9 +401,13 @@ class WatchedLinear(nn.Linear):
             self._is_running = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "weight" and not self._is_running:
-            self.is_read = True
-        return super().__getattr__(name)
+        value: Any = super().__getattr__(name)
+        if name != "weight" or self._is_running:
+            return value
+        self.is_typed = True
+        weight = value.detach().as_subclass(WatchedWeight)
+        weight.layer = self
+        return weight
 
 
 class OwnLinear(nn.Linear):
@@ -393,10 +435,25 @@ class ContiguousRows(nn.Module):
         return result
 
 
+class WithDtype(nn.Module):
+    """A linear layer whose weight is asked for its dtype alone."""
+
+    def __init__(self, linear: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = linear
+        self.weight = torch.empty(0, dtype=dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.linear(hidden)
+        return result
+
+
 class LinearUse(NamedTuple):
-    """What the modules of a model do with its linear layers, by name: read their weights; give them scattered rows."""
+    """What the modules of a model do with its linear layers, by name: read their weights; ask the weights for their
+    dtype alone; give them scattered rows."""
 
     read: list[str]
+    typed: list[str]
     scattered: list[str]
 
 
@@ -406,15 +463,16 @@ def watch_linear_layers(model: nn.Module) -> Iterator[LinearUse]:
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear}
     for layer in layers.values():
         layer.__class__ = WatchedLinear
-    use = LinearUse([], [])
+    use = LinearUse([], [], [])
     try:
         yield use
     finally:
         for name, layer in layers.items():
             if layer.is_read:
                 use.read.append(name)
-            elif layer.is_scattered:
-                use.scattered.append(name)
-            for note in ("is_read", "is_scattered", "_is_running"):
+            else:
+                use.typed.extend([name] * layer.is_typed)
+                use.scattered.extend([name] * layer.is_scattered)
+            for note in ("is_read", "is_typed", "is_scattered", "_is_running"):
                 vars(layer).pop(note, None)
             layer.__class__ = nn.Linear

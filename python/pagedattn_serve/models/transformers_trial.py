@@ -5,6 +5,7 @@ ops do not know: its results would be wrong. A config does not say so reliably. 
 each layer's call of attention is looked at, and what is not understood is refused by name.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
 from pagedattn_serve.models.latent_attention import is_latent
+from pagedattn_serve.models.transformers_positions import position_arguments
 from pagedattn_serve.models.transformers_states import LinearUse, TrialCache, mixers, watch_linear_layers
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
@@ -30,6 +32,8 @@ WITHOUT_EFFECT = {"position_ids", "cache_position", "logits_to_keep"}  # the fir
 WITH_STATES = {"linear_attention", "conv", "hybrid"}  # types of layers with a mixer; hybrid ones attend as well
 FEED_FORWARD = {"mlp", "moe"}  # types of layers that keep nothing between tokens
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", *WITH_STATES, *FEED_FORWARD}
+
+NO_POSITIONS = "its forward takes no position_ids, and does not count on from the tokens in its cache for each row"
 
 
 class Refusal(Exception):
@@ -83,7 +87,7 @@ class Trial:
         self.shapes: dict[int, AttentionShape] = {}
         self.keys_and_values: dict[int, tuple[Tensor, Tensor]] = {}
         self.mixer_cache = TrialCache()
-        self.linear_use = LinearUse([], [])
+        self.linear_use = LinearUse([], [], [])
         self._is_in_mixer = False
 
     @contextmanager
@@ -197,10 +201,15 @@ def run_trial(model: PreTrainedModel, config: Any) -> Trial:
         use_cache=False,
         logits_to_keep=torch.arange(NUM_TOKENS, device="meta"),
     )
-    if "position_ids" in signature(model.forward).parameters:
-        inputs["position_ids"] = torch.arange(NUM_TOKENS, device="meta")[None]
-    with watch_linear_layers(model) as trial.linear_use, without_checks_of_distributions():
-        model(**inputs)
+    if not mixers(model) or "position_ids" in signature(model.forward).parameters:
+        inputs |= position_arguments(model)(torch.arange(NUM_TOKENS, device="meta"))
+    with watch_linear_layers(model) as trial.linear_use, without_checks_of_distributions(), without_advice():
+        try:
+            model(**inputs)
+        except Exception as error:
+            if "past_key_values" in inputs and not isinstance(error, Refusal):
+                raise Refusal(NO_POSITIONS) from error
+            raise
     with_states = {key.layer for key in trial.mixer_cache.shapes()}
     if not trial.shapes and not with_states:
         raise Refusal("its layers do not call transformers' attention interface")
@@ -235,6 +244,21 @@ def without_checks_of_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(checks)
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """transformers does not advise to install other kernels for mixers, which run on the ops here."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    logger.addFilter(is_no_advice)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_no_advice)
+
+
+def is_no_advice(record: logging.LogRecord) -> bool:
+    return "falling back to its reference" not in record.getMessage()
 
 
 def give_to_layers(model: PreTrainedModel, state: object) -> None:

@@ -8,8 +8,11 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 from pagedattn_serve.config import check_bool, check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.loading.generation_config import GenerationDefaults
+from pagedattn_serve.pooling_params import Pooling, PoolingParams
+from pagedattn_serve.requests.pooling import SEQUENCE_RULES, PoolingRequest
 from pagedattn_serve.requests.request import BeamRequest, OutputRules, Request
 from pagedattn_serve.sampling.grammar import GrammarCompiler, TokenMatcher
+from pagedattn_serve.sampling.pooling import PoolingState
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
 from pagedattn_serve.scheduling.sequence import SequenceGroup, SequenceRules
@@ -29,7 +32,8 @@ class RequestArgs(NamedTuple):
 
     prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}; or
         one dict with both: the model runs the ids, and the output shows the text.
-    sampling_params: default `LLMEngine.get_default_sampling_params()`.
+    sampling_params: default `LLMEngine.get_default_sampling_params()`. `PoolingParams` ask for the embedding of the
+        prompt, and for no output.
     arrival_time: a time of `time.monotonic()`; default now. The metrics use it, the order of service does not.
     priority: with the scheduling policy "priority", a lower number is served earlier. So that nobody waits for ever, a
         number lower by k passes only the requests that came at most k * 10,000 requests before.
@@ -39,7 +43,7 @@ class RequestArgs(NamedTuple):
 
     request_id: str
     prompt: Prompt | None = None
-    sampling_params: SamplingParams | None = None
+    sampling_params: SamplingParams | PoolingParams | None = None
     prompt_token_ids: Any | None = None
     arrival_time: float | None = None
     priority: int = 0
@@ -135,15 +139,19 @@ class Texts:
         """Whether a thread is in the tokenizer. Then `tokenize` and `detokenize` wait for that thread."""
         return self.lock.locked()
 
-    def tokenize(self, text: str, add_special_tokens: bool = True, name: str = "text") -> list[int]:
-        """`LLMEngine.tokenize`; errors call the text `name`."""
-        check_text(name, text)
+    def tokenize(
+        self, text: str, add_special_tokens: bool = True, name: str = "text", pair: str | None = None
+    ) -> list[int]:
+        """`LLMEngine.tokenize`; errors call the text `name`. pair: a text that the tokenizer puts behind."""
+        for each in (text, pair) if pair is not None else (text,):
+            check_text(name, each)
         check_bool("add_special_tokens", add_special_tokens)
         if self.tokenizer is None:
             expected = "prompt_token_ids" if name == "prompt" else "none"
             raise ArgumentError(name, f"{expected}, as the model's directory has no tokenizer")
         with self.lock:
-            return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
+            given = (text,) if pair is None else (text, pair)
+            return list(self.tokenizer(*given, add_special_tokens=add_special_tokens, verbose=False).input_ids)
 
     def detokenize(self, token_ids: Any) -> str:
         """`LLMEngine.detokenize`."""
@@ -160,6 +168,9 @@ class InputProcessor:
     """Makes requests, which the engine queues, from what callers say. For one model and its tokenizer.
 
     tokenizer: from transformers; None if the model's directory has none.
+    pooling, embedding_size: how the model's hidden states become an embedding, or why they cannot; and how many
+        elements the embedding has.
+    generates: whether the model has a head, for tokens.
 
     Changes no request and no queue. Any thread may call its methods at any time.
     """
@@ -171,8 +182,14 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         defaults: GenerationDefaults,
+        pooling: Pooling | ArgumentError,
+        embedding_size: int,
+        generates: bool = True,
     ) -> None:
         self.defaults = defaults
+        self._pooling = pooling
+        self._embedding_size = embedding_size
+        self._generates = generates
         self.texts = Texts(tokenizer, vocab_size)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -180,6 +197,19 @@ class InputProcessor:
         self._eos_token_ids = eos_token_ids
         self._token_names = None if tokenizer is None else TokenNames(tokenizer)
         self._grammars: GrammarCompiler | None = None  # made for the first request with structured output
+
+    @property
+    def scores_pairs(self) -> bool:
+        """Whether the model gives the score of a pair of texts, and no embeddings."""
+        return isinstance(self._pooling, Pooling) and self._pooling.score_weight is not None
+
+    def pair(self, first: Prompt, second: Prompt) -> Prompt:
+        """Two texts as one prompt, as the tokenizer joins them; or the token ids of both. Raises as `prompt_tokens`."""
+        (text, ids), (second_text, second_ids) = text_or_ids(first), text_or_ids(second)
+        if ids is None and second_ids is None:
+            assert text is not None and second_text is not None
+            return {"prompt_token_ids": self.texts.tokenize(text, name="prompt", pair=second_text)}
+        return {"prompt_token_ids": self.prompt_tokens(first)[1] + self.prompt_tokens(second)[1]}
 
     def prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None = None) -> tuple[str | None, list[int]]:
         """The text of a prompt (None if it came as token ids alone) and its token ids. Raises ValueError, TypeError."""
@@ -201,8 +231,10 @@ class InputProcessor:
         if not isinstance(request_id, str):
             raise ArgumentTypeError("request_id", "a string", type(request_id).__name__)
         params = self.defaults.params if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
+        if not isinstance(params, SamplingParams | PoolingParams):
             raise ArgumentTypeError("sampling_params", "SamplingParams", type(params).__name__)
+        if isinstance(params, SamplingParams) and not self._generates:
+            raise ArgumentError("model", "one with a head (lm_head), to generate", "one that gives embeddings alone")
         arrival_time = time.monotonic() if arrival_time is None else arrival_time
         check_float("arrival_time", arrival_time)
         check_int("priority", priority, -(2**31), 2**31 - 1)
@@ -210,6 +242,11 @@ class InputProcessor:
             cache_salt = prompt.get("cache_salt", "")
         check_text("cache_salt", cache_salt)
         text, token_ids = self.prompt_tokens(prompt, prompt_token_ids)
+        if isinstance(params, PoolingParams):
+            group = SequenceGroup(request_id, token_ids, SEQUENCE_RULES, arrival_time, priority)
+            self._pool(group, params)
+            group.sequences[0].cache_salt = cache_salt
+            return PoolingRequest(text, group)
         if self._tokenizer is None and params.stop:
             raise ArgumentError("stop", "none, as the model's directory has no tokenizer")
         params.check_token_ids(self._vocab_size)
@@ -226,6 +263,17 @@ class InputProcessor:
             params, token_ids, sequence.output_token_ids, token_rules=token_rules, matcher=self._matcher(params)
         )
         return (BeamRequest if params.use_beam_search else Request)(text, group, rules)
+
+    def _pool(self, group: SequenceGroup, params: PoolingParams) -> None:
+        """Let the one sequence of the group be pooled."""
+        if isinstance(self._pooling, ArgumentError):
+            raise self._pooling.at("")  # a copy: each raise adds to a traceback
+        if params.dimensions is not None:
+            check_int("dimensions", params.dimensions, 1, self._embedding_size)
+        [sequence] = group.sequences
+        sequence.pooling = PoolingState(self._pooling, params.dimensions)
+        if self._pooling.mode == "mean":
+            sequence.prompt_logits_from = 0
 
     def _token_rules(self, params: SamplingParams, bad_words: tuple[tuple[int, ...], ...]) -> TokenRules:
         """bad_words: sequences of token ids beside the bad_words of `params`."""

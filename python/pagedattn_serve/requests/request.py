@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from pagedattn_serve.errors import ArgumentError, BadArgument
 from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs, RequestMetrics, RequestOutput
@@ -164,8 +164,11 @@ class Completion:
 
 
 class Request:
-    """One prompt and its outputs. output_kind: the user's choice, but FINAL_ONLY if the outputs are chosen at the
-    end."""
+    """One prompt and its outputs.
+
+    output_kind: the user's choice, but FINAL_ONLY if the outputs are chosen at the end.
+    stored: blocks of the prompt that were read from disk, for the engine to put into the cache; None if there are none.
+    """
 
     __slots__ = (
         "_are_prompt_logprobs_told",
@@ -179,12 +182,14 @@ class Request:
         "group",
         "metrics",
         "output_kind",
+        "stored",
     )
 
     def __init__(self, prompt: str | None, group: SequenceGroup, rules: OutputRules) -> None:
         self.group = group
         self.metrics = RequestMetrics(group.arrival_time)
         self.error: str | BadArgument | None = None
+        self.stored: Any = None
         self.completions = [Completion(sequence, rules) for sequence in group.sequences]
         params = rules.params
         chooses_at_end = params.use_beam_search or params.num_sequences > params.n

@@ -4,12 +4,14 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 from typing import Any, Self
 
 from pagedattn_serve.errors import ArgumentError, ArgumentImportError, how_to_install
-from pagedattn_serve.sampling import json_schema
+from pagedattn_serve.sampling import json_schema, structural_tag
+from pagedattn_serve.sampling.structural_tag import PartKind
 from pagedattn_serve.structured_output import StructuredOutput
 
 _MAX_COMPILED = 64  # forms kept, of a few KB to a few MB each
@@ -56,6 +58,19 @@ class TokenMatcher:
         return matcher
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of one tokenizer and model.
+
+    all_tokens: llguidance's LLTokenizer. added: the ids of the tokenizer's added tokens, by their texts. in_text: those
+    that a text may have.
+    """
+
+    all_tokens: Any
+    added: dict[str, int]
+    in_text: frozenset[int]
+
+
 class GrammarCompiler:
     """Compiles forms of output, each once, for one tokenizer and model.
 
@@ -79,7 +94,10 @@ class GrammarCompiler:
         except Exception as error:  # a tokenizer may raise any type
             raise ArgumentError("structured_output", f"a tokenizer that llguidance can read ({error})") from None
         self._num_mask_words = -(-tokens.vocab_size // 32)
-        self._compile = lru_cache(_MAX_COMPILED)(partial(_compile, tokens))
+        added = tokenizer.added_tokens_decoder
+        in_text = frozenset(token_id for token_id, token in added.items() if not token.special)
+        by_text = {token.content: token_id for token_id, token in added.items()}
+        self._compile = lru_cache(_MAX_COMPILED)(partial(_compile, _Tokens(tokens, by_text, in_text - eos_token_ids)))
 
     def matcher(self, form: StructuredOutput) -> TokenMatcher:
         """A matcher at the beginning of an output of this form. Thread-safe. Raises ValueError, with the kind of the
@@ -96,16 +114,47 @@ def error_of(matcher: Any) -> ArgumentError | None:
     )
 
 
-def _compile(tokens: Any, form: StructuredOutput) -> Any:
+def _compile(tokens: _Tokens, form: StructuredOutput) -> Any:
     """llguidance's LLMatcher for a form."""
+    try:
+        if form.structural_tag is not None:
+            return _compile_structural_tag(tokens, form)
+        return _matcher(tokens, _grammar(form), form.kind == "json")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refusal(form, error) from None
+
+
+def _compile_structural_tag(tokens: _Tokens, form: StructuredOutput) -> Any:
+    def part_grammar(kind: PartKind, value: Any) -> dict[str, Any]:
+        if kind is PartKind.GRAMMAR:
+            return {"lark_grammar": value}
+        if kind is PartKind.REGEX:
+            grammar = _grammar(StructuredOutput(regex=value))
+        else:
+            inner = StructuredOutput(json=value, whitespace_pattern=form.whitespace_pattern)
+            grammar = _schema_grammar(inner, is_lenient=kind is PartKind.LENIENT_SCHEMA)
+        first: dict[str, Any] = json.loads(grammar)["grammars"][0]
+        return first
+
+    assert isinstance(form.structural_tag, str)
+    whole, parts = structural_tag.grammars(form.structural_tag, tokens.added, tokens.in_text, part_grammar)
+    try:
+        return _matcher(tokens, json.dumps({"grammars": [whole, *(part.grammar for part in parts)]}), False)
+    except ValueError:
+        for part in parts:  # which of them is it?
+            try:
+                _matcher(tokens, json.dumps({"grammars": [part.grammar]}), part.kind.is_schema)
+            except ValueError as error:
+                raise ValueError(f"{part.place}: {error}") from None
+        raise
+
+
+def _matcher(tokens: _Tokens, grammar: str, is_schema: bool) -> Any:
+    """llguidance's LLMatcher for a grammar. Raises ValueError with llguidance's message, if there is none."""
     from llguidance import LLMatcher, LLParserLimits
 
-    try:
-        grammar = _grammar(form)
-    except (ValueError, RecursionError) as error:
-        raise _refusal(form, error) from None
     limits = LLParserLimits(verbose_errors=False)
-    matcher = _with_deep_stack(partial(LLMatcher, tokens, grammar, log_level=0, limits=limits))
+    matcher = _with_deep_stack(partial(LLMatcher, tokens.all_tokens, grammar, log_level=0, limits=limits))
     if not matcher.is_error():
         trial = matcher.deep_copy()
         _with_deep_stack(trial.compute_bitmask)  # some forms fail here first: rather now than in each output
@@ -113,10 +162,8 @@ def _compile(tokens: Any, form: StructuredOutput) -> Any:
             return matcher
         matcher = trial
     reason = matcher.get_error().removesuffix("\n<non-verbose/>").strip()
-    if form.kind == "json":
-        keyword = next((word for start, word in _KEYWORDS.items() if reason.startswith(start)), None)
-        reason = reason if keyword is None else f"{keyword}: {reason}"
-    raise _refusal(form, reason)
+    keyword = next((word for start, word in _KEYWORDS.items() if is_schema and reason.startswith(start)), None)
+    raise ValueError(reason if keyword is None else f"{keyword}: {reason}")
 
 
 def _refusal(form: StructuredOutput, reason: object) -> ArgumentError:
@@ -133,8 +180,17 @@ def _grammar(form: StructuredOutput) -> str:
     if form.choice is not None:
         # One terminal, because llguidance follows at most 2,000 rules at once.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choices)))
-    options: Any = None if form.whitespace_pattern is None else {"whitespace_pattern": form.whitespace_pattern}
-    return LLMatcher.grammar_from_json_schema(json_schema.prepare(form.schema), overrides=options)
+    return _schema_grammar(form)
+
+
+def _schema_grammar(form: StructuredOutput, is_lenient: bool = False) -> str:
+    """is_lenient: whether keywords that llguidance does not know count for nothing."""
+    from llguidance import LLMatcher
+
+    options: Any = {"lenient": True} if is_lenient else {}
+    if form.whitespace_pattern is not None:
+        options["whitespace_pattern"] = form.whitespace_pattern
+    return LLMatcher.grammar_from_json_schema(json_schema.prepare(form.schema), overrides=options or None)
 
 
 def _with_deep_stack(function: Callable[[], Any]) -> Any:

@@ -7,7 +7,8 @@ meaning is lost: any text will do.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import Enum
 from typing import Any
 
 # Where a schema has schemas: as the value, in a list, or by name in an object.
@@ -55,6 +56,7 @@ _DECIMALS = (
 )
 _UUID = "^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}$"
 _MAX_REPEATED = 10_000  # characters of one schema that stands for several properties, together
+_MAX_DEPTH = 20  # of references and choices that are followed to tell the kind of a value
 _LARGEST = 1e300  # a bound beyond it is the largest float's, which is none
 
 
@@ -71,6 +73,40 @@ def prepare(text: str) -> str:
     for schema in reversed(list(_schemas(root))):  # the inner first, whose new sizes count
         _rewrite(schema, root)
     return json.dumps(root)
+
+
+class TextKind(Enum):
+    """Whether the values of a schema are texts."""
+
+    ALWAYS = "always"
+    SOMETIMES = "sometimes"
+    NEVER = "never"
+
+
+def text_kind(schema: Any, root: dict[str, Any], depth: int = 0) -> tuple[TextKind, list[str]]:
+    """Whether the values are texts, and which, where the schema lists them. root: where its references lead."""
+    if not isinstance(schema, dict) or depth == _MAX_DEPTH:
+        return TextKind.SOMETIMES, []
+    if "$ref" in schema:
+        return text_kind(_target(schema["$ref"], root), root, depth + 1)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    inner = schema.get("anyOf") or schema.get("oneOf")
+    if values and isinstance(values, list):
+        are_texts = {isinstance(value, str) for value in values}
+        return _common_kind(TextKind.ALWAYS if each else TextKind.NEVER for each in are_texts), (
+            values if are_texts == {True} else []
+        )
+    if "type" in schema:
+        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return _common_kind(TextKind.ALWAYS if each == "string" else TextKind.NEVER for each in types), []
+    if isinstance(inner, list):
+        return _common_kind(text_kind(each, root, depth + 1)[0] for each in inner), []
+    return TextKind.SOMETIMES, []
+
+
+def _common_kind(kinds: Iterable[TextKind]) -> TextKind:
+    different = set(kinds)
+    return different.pop() if len(different) == 1 else TextKind.SOMETIMES
 
 
 def _schemas(root: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ operation is O(1).
 """
 
 from collections import OrderedDict
+from collections.abc import Container, KeysView
 
 
 class OutOfBlocksError(RuntimeError):
@@ -80,6 +81,16 @@ class BlockAllocator:
         self._num_owned += 1
         return block
 
+    def allocate_many(self, number: int) -> list[int]:
+        """Take so many free blocks. Raises OutOfBlocksError, with nothing changed, if there are fewer."""
+        self.require(number)
+        return [self.allocate() for _ in range(number)]
+
+    def require(self, number: int) -> None:
+        """Raise OutOfBlocksError if fewer blocks are free."""
+        if number > self.num_free_blocks:
+            raise OutOfBlocksError(f"{self.num_free_blocks} of {self.num_blocks} blocks are free, {number} are needed")
+
     def fork(self, block: int) -> None:
         """Add an owner to a block in use, or to a published one. Raises ValueError if it is free or unknown."""
         if self.ref_count(block) == 0:
@@ -112,6 +123,38 @@ class BlockAllocator:
     def find(self, key: bytes) -> int | None:
         """The block published under `key`; None if there is none."""
         return self._block_of.get(key)
+
+    def key_of(self, block: int) -> bytes:
+        """The key that a block is published under."""
+        return self._key_of[block]
+
+    @property
+    def published(self) -> KeysView[int]:
+        """The blocks that can be found by what they hold, owned or not; as they are at any time."""
+        return self._key_of.keys()
+
+    def insert(self, keys: list[bytes], at_hand: Container[bytes]) -> dict[bytes, int]:
+        """Publish free blocks, without an owner, under those of the keys that have no block. What the blocks hold comes
+        from elsewhere: whoever calls this writes it before anything else happens. Ends at the first key that has no
+        block and is not at hand, or when no block is free. Returns the new blocks.
+
+        keys: of the blocks of a prompt, in order. The end is forgotten before what it builds on.
+        """
+        inserted: dict[bytes, int] = {}
+        taken = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is not None:
+                self.fork(block)
+            elif key in at_hand and self.num_free_blocks:
+                block = inserted[key] = self.allocate()
+                self.publish(block, key)
+            else:
+                break
+            taken.append(block)
+        for block in reversed(taken):
+            self.free(block)
+        return inserted
 
     def pin(self, keys: list[bytes]) -> None:
         """From now on, keep what is or will be published under these keys, whether anybody owns it or not."""

@@ -10,26 +10,28 @@ that fill it are scheduled. That is early enough: a sequence that finds the bloc
 each layer all keys and values of a step are written before any are read. Where layers keep a state besides, blocks are
 found up to the last one whose end has a checkpoint of the state (`StateSlots`).
 
-Where every layer of a model has a window (or attends in chunks), a sequence gives a block back when all of the block's
-tokens lie behind the widest window: no row to come sees them. A block is a block of all layers' caches, so a model with
-a layer that sees all tokens gives none back.
+Layers form groups by their windows (`models/cache_shape.py`), and a sequence has a block table for each group. A block
+has room for one group, whichever that is, so all groups take their blocks from one pool. Where the layers of a group
+have a window (or attend in chunks), a sequence gives a block back when all of its tokens lie behind the window: no row
+to come sees them. A prompt takes such blocks as its chunks come to them. It finds blocks up to the last one from which
+it can go on: of a group with a window, no more than the window shows from there.
 """
 
 import math
 from collections import Counter
-from hashlib import blake2b
-from struct import Struct
+from collections.abc import Callable, Container
+from itertools import zip_longest
 
-from pagedattn_serve.config import CacheConfig
+from pagedattn_serve.config import UNBOUNDED, CacheConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
-from pagedattn_serve.scheduling.sequence import (
-    ScheduledBatch,
-    Sequence,
-    TableArray,
-)
+from pagedattn_serve.scheduling.block_hashes import BlockHashes
+from pagedattn_serve.scheduling.block_owners import block_owners, check_owners
+from pagedattn_serve.scheduling.held_blocks import num_behind
+from pagedattn_serve.scheduling.kept_blocks import STORED, KeptBlocks
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, TableArray
 from pagedattn_serve.scheduling.state_slots import StateSlots
-from pagedattn_serve.scheduling.table_rows import RELEASED, TableRows, held
+from pagedattn_serve.scheduling.table_rows import RELEASED, TableRows, Tables, held
 
 
 class BlockManager:
@@ -39,22 +41,31 @@ class BlockManager:
     table_array: the block tables of the batch that was placed last, which the ops read. What changes in a table that
         has a row is written there at once.
     states: the slot of each sequence's state, if the model keeps states; to be read only.
+    kept: is told which blocks are worth a place on disk, and says which are there.
+    max_num_batched_tokens: the most tokens of a prompt that one step runs.
 
     The sequences of a group, which may share blocks, are given together, as a list. If a method says that there is no
     room, nothing was changed.
     """
 
-    def __init__(self, cache_config: CacheConfig, table_array: TableArray) -> None:
+    def __init__(
+        self, cache_config: CacheConfig, table_array: TableArray, max_num_batched_tokens: int = UNBOUNDED
+    ) -> None:
+        self._max_num_batched_tokens = max_num_batched_tokens
         self.block_size = cache_config.block_size
-        self.window = cache_config.window
+        self.windows = cache_config.windows  # of each group of layers
+        self.gives_back = self.windows != (None,) * len(self.windows)
         self.prefix_caching = cache_config.enable_prefix_caching
-        self._pack = Struct(f"{self.block_size}q").pack  # the tokens of a block as bytes
+        self._hashes = BlockHashes(self.block_size).of
         self._watermark_blocks = math.ceil(cache_config.watermark * cache_config.num_blocks)
+        # What makes a key of a block's hash, for each group of layers. The first group's key is the hash.
+        self._marks = [bytes([group] if group else []) for group in range(len(self.windows))]
         self._allocator = BlockAllocator(cache_config.num_blocks)
-        self.tables: dict[Sequence, list[int]] = {}
+        self.tables: dict[Sequence, Tables] = {}
         self._host_allocator = BlockAllocator(cache_config.num_host_blocks)
-        self._host_tables: dict[Sequence, list[int]] = {}
+        self._host_tables: dict[Sequence, Tables] = {}
         self.states = StateSlots(cache_config.num_state_slots, cache_config.num_host_state_slots)
+        self.kept = KeptBlocks()
         self.table_array = table_array
         self._rows = TableRows(table_array)
 
@@ -88,32 +99,39 @@ class BlockManager:
         """Blocks of the host's pool that swapped-out sequences hold."""
         return self._host_allocator.num_owned_blocks
 
-    def block_table(self, sequence: Sequence) -> list[int]:
-        """Physical block of each logical block, [num_blocks_of_sequence], RELEASED for those behind the window.
-        ValueError if the sequence holds none.
+    def block_tables(self, sequence: Sequence) -> Tables:
+        """For each group of layers the physical block of each logical block, [num_blocks_of_sequence], RELEASED for
+        those behind the group's window. ValueError if the sequence holds none.
 
-        The manager's own list, to be read only.
+        The manager's own lists, to be read only.
         """
-        table = self.tables.get(sequence)
-        if table is None:
+        tables = self.tables.get(sequence)
+        if tables is None:
             raise ValueError(f"{sequence.request_id} holds no blocks")
+        return tables
+
+    def block_table(self, sequence: Sequence) -> list[int]:
+        """`block_tables` of a model whose layers are one group."""
+        [table] = self.block_tables(sequence)
         return table
 
     @property
     def num_table_entries(self) -> int:
         """Blocks that the sequences would hold if none were shared."""
-        return sum(map(len, map(held, self.tables.values())))
+        return sum(len(table) - table.count(RELEASED) for tables in self.tables.values() for table in tables)
 
     def num_used_slots(self) -> int:
-        """Tokens whose keys and values are in blocks that sequences hold. Tokens of a shared block count once."""
-        if self.window is None and self.num_table_entries == self.num_used_blocks:  # no block is shared
-            return sum(sequence.num_computed_tokens for sequence in self.tables)
+        """Tokens whose keys and values are in blocks that sequences hold, once for each group of layers. Tokens of a
+        shared block count once."""
+        if not self.gives_back and self.num_table_entries == self.num_used_blocks:  # no block is shared
+            return sum(sequence.num_computed_tokens for sequence in self.tables) * len(self.windows)
         num_tokens: dict[int, int] = {}
-        for sequence, table in self.tables.items():
+        for sequence, tables in self.tables.items():
             num_full, rest = divmod(sequence.num_computed_tokens, self.block_size)
-            num_tokens.update(dict.fromkeys(table[:num_full], self.block_size))
-            if rest:
-                num_tokens[table[num_full]] = max(rest, num_tokens.get(table[num_full], 0))
+            for table in tables:
+                num_tokens.update(dict.fromkeys(table[:num_full], self.block_size))
+                if rest:
+                    num_tokens[table[num_full]] = max(rest, num_tokens.get(table[num_full], 0))
         num_tokens.pop(RELEASED, None)
         return sum(num_tokens.values())
 
@@ -123,20 +141,22 @@ class BlockManager:
 
     def block_owners(self, groups: list[list[Sequence]]) -> list[int]:
         """For each block of the cache, the index of a group that holds it; -1 if no group does."""
-        return _owners(self._allocator, self.tables, groups)
+        return block_owners(self._allocator, self.tables, groups)
 
     def host_block_owners(self, groups: list[list[Sequence]]) -> list[int]:
         """`block_owners` of the pool in host memory."""
-        return _owners(self._host_allocator, self._host_tables, groups)
+        return block_owners(self._host_allocator, self._host_tables, groups)
 
     # ---- taking blocks ----------------------------------------------------------------------------------------------
 
     def can_allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
         """Whether `allocate` would."""
-        return self.states.have_room(sequences) and self._has_room(*self._plan(sequences), keep_watermark)
+        num_new, found = self._plan(sequences)
+        return self._has_room(sequences, num_new, found, keep_watermark)
 
     def allocate(self, sequences: list[Sequence], *, keep_watermark: bool) -> bool:
-        """Give the sequences blocks for all their tokens, and set how many of these tokens are computed already.
+        """Give the sequences blocks for all their tokens, and set how many of these tokens are computed already. A
+        sequence alone gets blocks for the next step, where its layers have windows: `extend` gives it more.
 
         A token counts as computed if its block was found by its tokens, or if the sequence shares the block with an
         earlier sequence of the list, which has to be computed first. The last token of each sequence is left to
@@ -147,108 +167,129 @@ class BlockManager:
         preempted for them. Raises ValueError if a sequence holds blocks already.
         """
         num_new, found = self._plan(sequences)
-        if not (self.states.have_room(sequences) and self._has_room(num_new, found, keep_watermark)):
+        if not self._has_room(sequences, num_new, found, keep_watermark):
             return False
-        for blocks in found:  # before any new block is taken, so that no found block is evicted for it
-            for block in blocks:
+        for tables in found:  # before any new block is taken, so that no found block is evicted for it
+            for block in held(tables):
                 self._allocator.fork(block)
-        block_of: dict[bytes, tuple[int, Sequence]] = {}  # and the first sequence that has the block
-        for sequence, table in zip(sequences, found, strict=True):
+            self.kept.want(map(self._allocator.key_of, held(tables)))
+        blocks_of: dict[bytes, tuple[list[int], Sequence]] = {}  # and the first sequence that has the blocks
+        for sequence, tables in zip(sequences, found, strict=True):
             hashes = sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size]
-            if self.states.num_slots and table:
-                self.states.take_copy(sequence, hashes[len(table) - 1])
+            if self.states.num_slots and tables[0]:
+                self.states.take_copy(sequence, hashes[len(tables[0]) - 1])
             else:
                 self.states.take(sequence)
             owner = None
-            for block_hash in hashes[len(table) :]:
-                if block_hash not in block_of:
+            for block_hash in hashes[len(tables[0]) :]:
+                if block_hash not in blocks_of:
                     break
-                block, owner = block_of[block_hash]
-                self._allocator.fork(block)
-                table.append(block)
+                blocks, owner = blocks_of[block_hash]
+                for table, block in zip(tables, blocks, strict=True):
+                    self._allocator.fork(block)
+                    table.append(block)
+            sequence.num_computed_tokens = len(tables[0]) * self.block_size
             if owner is not None:
-                self.states.wait_for(sequence, owner, len(table) * self.block_size)
-            sequence.num_computed_tokens = len(table) * self.block_size
-            table += [self._allocator.allocate() for _ in range(self._num_blocks_for(sequence) - len(table))]
+                self.states.wait_for(sequence, owner, sequence.num_computed_tokens)
+            for table, num_blocks in zip(tables, self._nums_of_blocks(sequence, len(sequences) == 1), strict=True):
+                table += self._allocator.allocate_many(num_blocks - len(table))
             if len(sequences) > 1:
-                for block_hash, block in zip(hashes, table, strict=False):
-                    block_of.setdefault(block_hash, (block, sequence))
-            self.tables[sequence] = table
+                for block_hash, *blocks in zip(hashes, *tables, strict=False):
+                    blocks_of.setdefault(block_hash, (blocks, sequence))
+            self.tables[sequence] = tables
         return True
 
-    def append(self, sequence: Sequence) -> tuple[int, int] | None:
-        """Make the last token (index num_tokens - 1) writable: its block exists and no other sequence shares it.
+    def extend(self, sequences: list[Sequence]) -> bool:
+        """Give sequences in prefill the blocks for the tokens of the next step. Returns False, with nothing changed, if
+        too few are free."""
+        if not self.gives_back:
+            return True
+        if self.num_blocks_to_append(sequences) > self.num_free_blocks:
+            return False
+        for sequence in sequences:
+            nums_of_blocks = self._nums_of_blocks(sequence, len(sequences) == 1)
+            for group, table in enumerate(self.block_tables(sequence)):
+                blocks = self._allocator.allocate_many(nums_of_blocks[group] - len(table))
+                self._rows.write(sequence, group, len(table), blocks)
+                table += blocks
+        return True
+
+    def append(self, sequence: Sequence) -> list[tuple[int, int]]:
+        """Make the last token (index num_tokens - 1) writable: its blocks exist and no other sequence shares them.
 
         To be called after each token added to the sequence, before the token is run; a second call does nothing. If
-        the token's block was shared, returns the (src, dst) pair to copy before the token is written: copy-on-write.
-        Raises ValueError if the sequence holds no blocks or lacks more than one, OutOfBlocksError if none is free.
+        the token's blocks were shared, returns the (src, dst) pairs to copy before the token is written: copy-on-write.
+        Raises ValueError if the sequence holds no blocks or a table lacks more than one, OutOfBlocksError if too few
+        are free.
         """
-        pair = self._append_block(sequence)
+        pairs = self._append_blocks(sequence)
         self.states.make_own(sequence)
-        return pair
+        return pairs
 
-    def _append_block(self, sequence: Sequence) -> tuple[int, int] | None:
-        table = self.block_table(sequence)
+    def _append_blocks(self, sequence: Sequence) -> list[tuple[int, int]]:
+        tables, allocator = self.block_tables(sequence), self._allocator
         num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
-        num_missing = -(-num_tokens // self.block_size) - len(table)
+        num_blocks = -(-num_tokens // self.block_size)
+        num_missing = num_blocks - min(map(len, tables))
         if num_missing > 1:
             raise ValueError(f"{sequence.request_id} lacks {num_missing} blocks, expected at most 1: append each token")
-        if num_missing == 0 and self._allocator.ref_count(table[-1]) == 1:
-            return None
-        block = self._allocator.allocate()
-        if num_missing == 1:
+        if allocator.num_free_blocks < len(tables):  # counted only if blocks are short
+            allocator.require(sum(len(table) < num_blocks or allocator.ref_count(table[-1]) > 1 for table in tables))
+        pairs = []
+        for group, table in enumerate(tables):
+            is_shared = len(table) == num_blocks
+            if is_shared and allocator.ref_count(table[-1]) == 1:
+                continue
+            block = allocator.allocate()
+            if is_shared:
+                pairs.append((table[-1], block))
+                allocator.free(table.pop())
             table.append(block)
-            self._rows.write(sequence, len(table) - 1, [block])
-            return None
-        shared = table[-1]
-        table[-1] = block
-        self._rows.write(sequence, len(table) - 1, [block])
-        self._allocator.free(shared)
-        return shared, block
+            self._rows.write(sequence, group, num_blocks - 1, [block])
+        return pairs
 
     def append_drafts(self, sequence: Sequence, num_tokens: int) -> int:
         """After `append`, make positions behind the last token writable, as far as free blocks go. Returns how many of
         `num_tokens` have room. When the step is over, `trim` takes back what is not used."""
-        table = self.block_table(sequence)
-        num_missing = -(-(sequence.num_tokens + num_tokens) // self.block_size) - len(table)
-        blocks = [self._allocator.allocate() for _ in range(min(num_missing, self._allocator.num_free_blocks))]
-        self._rows.write(sequence, len(table), blocks)
-        table += blocks
-        return min(num_tokens, len(table) * self.block_size - sequence.num_tokens)
+        tables = self.block_tables(sequence)
+        num_missing = -(-(sequence.num_tokens + num_tokens) // self.block_size) - len(tables[0])
+        num_new = min(num_missing, self._allocator.num_free_blocks // len(tables))
+        for group, table in enumerate(tables):
+            blocks = self._allocator.allocate_many(num_new)
+            self._rows.write(sequence, group, len(table), blocks)
+            table += blocks
+        return min(num_tokens, len(tables[0]) * self.block_size - sequence.num_tokens)
 
     def trim(self, sequence: Sequence) -> None:
         """Free the blocks that its tokens do not reach."""
-        table = self.block_table(sequence)
-        while len(table) > self._num_blocks_for(sequence):
-            self._allocator.free(table.pop())
+        for table in self.block_tables(sequence):
+            while len(table) > self._num_blocks_for(sequence):
+                self._allocator.free(table.pop())
 
     def num_blocks_to_append(self, sequences: list[Sequence]) -> int:
-        """Blocks that `append` takes for all of the sequences together."""
-        return self._num_to_append(sequences, [self.block_table(each) for each in sequences], self._allocator)
+        """Blocks that `append` takes for all of the sequences together; or `extend`, if they are in prefill."""
+        return self._num_to_append(sequences, [self.block_tables(each) for each in sequences], self._allocator)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child`, which holds the same tokens as `parent`, share all its blocks. Raises ValueError if the parent
         holds no blocks, the child holds some already, or they differ in length."""
-        table = list(self.block_table(parent))
+        tables = [list(table) for table in self.block_tables(parent)]
         self._require_unknown(child)
         if child.num_tokens != parent.num_tokens:
             raise ArgumentError("child", f"the parent's {parent.num_tokens} tokens", child.num_tokens)
-        for block in held(table):
+        for block in held(tables):
             self._allocator.fork(block)
-        self.tables[child] = table
+        self.tables[child] = tables
         self.states.fork(parent, child)
 
     def release(self, sequence: Sequence) -> None:
-        """Give back the blocks that lie behind the window of the next token to compute."""
-        if self.window is None:
-            return
-        table = self.block_table(sequence)
-        end = (sequence.num_computed_tokens + 1 - self.window) // self.block_size
-        for i in range(end - 1, -1, -1):  # the end is forgotten before what it builds on
-            if table[i] == RELEASED:
-                break
-            self._allocator.free(table[i])
-            table[i] = RELEASED  # the array keeps the block: nobody looks there
+        """Give back the blocks that lie behind the windows of the next token to compute."""
+        for table, window in zip(self.block_tables(sequence), self.windows, strict=True):
+            for i in range(num_behind(window, sequence.num_computed_tokens, self.block_size) - 1, -1, -1):
+                if table[i] == RELEASED:
+                    break
+                self._allocator.free(table[i])  # from the end: it is forgotten before what it builds on
+                table[i] = RELEASED  # the array keeps the block: nobody looks there
 
     def free(self, sequence: Sequence) -> None:
         """Take a sequence's blocks away, on the device or the host. Shared blocks stay with their other sequences.
@@ -261,8 +302,11 @@ class BlockManager:
             for block in held(self._host_tables.pop(sequence)):
                 self._host_allocator.free(block)
             return
-        for block in reversed(held(self.block_table(sequence))):  # the end is forgotten before what it builds on
-            self._allocator.free(block)
+        # The end is forgotten before what it builds on, in all groups of layers alike.
+        for blocks in reversed(list(zip_longest(*self.block_tables(sequence), fillvalue=RELEASED))):
+            for block in blocks:
+                if block != RELEASED:
+                    self._allocator.free(block)
         del self.tables[sequence]
         self._rows.take_back(sequence)
 
@@ -277,11 +321,12 @@ class BlockManager:
         self._host_allocator = BlockAllocator(self._host_allocator.num_blocks)
         self.states.clear()
         self._rows.clear()
+        self.kept.clear()
 
     # ---- the array of a batch ---------------------------------------------------------------------------------------
 
     def place(self, batch: ScheduledBatch) -> None:
-        """Let row i of `table_array` be the block table of the i-th sequence. Plain decodes may change their order.
+        """Let row i of `table_array` have the tables of the i-th sequence. Plain decodes may change their order.
 
         Tell the batch the slots of the sequences' states, which slots are to be copied, and what checkpoints to make.
         """
@@ -300,8 +345,8 @@ class BlockManager:
         Returns the (device block, host block) pairs to copy before the device blocks are written to. Returns None, with
         nothing changed, if the pool has too few free blocks. Raises ValueError if a sequence holds no blocks.
         """
-        tables = [self.block_table(sequence) for sequence in sequences]
-        blocks = dict.fromkeys(block for table in tables for block in held(table))
+        tables = [self.block_tables(sequence) for sequence in sequences]
+        blocks = dict.fromkeys(block for of_sequence in tables for block in held(of_sequence))
         if len(blocks) > self._host_allocator.num_free_blocks or not self.states.host_has_room(sequences):
             return None
         host_of = {block: self._host_allocator.allocate() for block in blocks}
@@ -324,18 +369,12 @@ class BlockManager:
             if sequence not in self._host_tables:
                 raise ValueError(f"{sequence.request_id} is not swapped out")
         tables = [self._host_tables[sequence] for sequence in sequences]
-        num_computed = [sequence.num_computed_tokens // self.block_size for sequence in sequences]
-        # What one is still to compute is not looked for, though a later one that shares it counts it as computed.
-        to_compute = {block for table, num in zip(tables, num_computed, strict=True) for block in table[num:]}
-        device_of: dict[int, int] = {}
-        for sequence, table, num in zip(sequences, tables, num_computed, strict=True):
-            found_of = dict(zip(table, self._find(sequence.block_hashes[:num]), strict=False))
-            found_of.pop(RELEASED, None)
-            device_of |= {block: found for block, found in found_of.items() if block not in to_compute}
+        device_of = self._find_again(sequences, tables)
         found = list(device_of.values())
-        to_copy = list(dict.fromkeys(block for table in tables for block in held(table) if block not in device_of))
+        blocks = dict.fromkeys(block for of_sequence in tables for block in held(of_sequence))
+        to_copy = [block for block in blocks if block not in device_of]
         num_new = len(to_copy) + self._num_to_append(sequences, tables, self._host_allocator)
-        if not (self.states.have_room(sequences) and self._has_room(num_new, [found], keep_watermark)):
+        if not self._has_room(sequences, num_new, [[found]], keep_watermark):
             return None
         for block in found:
             self._allocator.fork(block)
@@ -347,36 +386,65 @@ class BlockManager:
         self.tables |= device_tables
         return [(block, device_of[block]) for block in to_copy]
 
+    def _find_again(self, sequences: list[Sequence], tables: list[Tables]) -> dict[int, int]:
+        """Of swapped-out sequences, the host's blocks whose tokens the cache has, and the blocks there."""
+        num_computed = [sequence.num_computed_tokens // self.block_size for sequence in sequences]
+        # What one is still to compute is not looked for, though a later one that shares it counts it as computed.
+        to_compute: set[int] = set()
+        for num, of_sequence in zip(num_computed, tables, strict=True):
+            to_compute.update(*(table[num:] for table in of_sequence))
+        device_of = {}
+        for sequence, of_sequence, num in zip(sequences, tables, num_computed, strict=True):
+            for mark, table in zip(self._marks, of_sequence, strict=True):
+                for block, block_hash in zip(table[:num], sequence.block_hashes, strict=False):
+                    if block != RELEASED and block not in to_compute:
+                        found = self._allocator.find(block_hash + mark)
+                        if found is not None:
+                            device_of[block] = found
+        return device_of
+
     # ---- finding blocks by what they hold ---------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence, first: int, last: int) -> None:
         """Let the sequence's logical blocks [first, last) be found by their tokens, all of which are scheduled."""
-        table, hashes = self.block_table(sequence), self._hashes(sequence, last)
-        for i in range(first, last):
-            self._allocator.publish(table[i], hashes[i])
+        hashes = self._hashes(sequence, last)
+        for mark, table in zip(self._marks, self.block_tables(sequence), strict=True):
+            for i in range(first, last):
+                self._allocator.publish(table[i], hashes[i] + mark)
+            if pinned := self._allocator.pinned:
+                self.kept.want(filter(pinned.__contains__, (block_hash + mark for block_hash in hashes[first:last])))
 
     def merge(self, sequence: Sequence, first: int, last: int) -> None:
         """After `publish` and the step: where another sequence has published the same tokens, share its blocks."""
-        table = self.block_table(sequence)
-        for i in range(first, last):
-            block_hash = sequence.block_hashes[i]
-            published = self._allocator.find(block_hash)
-            if published is None:  # the published block had no owner any more, and was taken for other tokens
-                self._allocator.publish(table[i], block_hash)
-            elif published != table[i]:
-                self._allocator.fork(published)
-                self._allocator.free(table[i])
-                table[i] = published
-                self._rows.write(sequence, i, [published])
+        for group, table in enumerate(self.block_tables(sequence)):
+            for i in range(first, last):
+                key = sequence.block_hashes[i] + self._marks[group]
+                published = self._allocator.find(key)
+                if published is None:  # the published block had no owner any more, and was taken for other tokens
+                    self._allocator.publish(table[i], key)
+                elif published != table[i]:
+                    self._allocator.fork(published)
+                    self._allocator.free(table[i])
+                    table[i] = published
+                    self._rows.write(sequence, group, i, [published])
 
-    def pin_prefix(self, token_ids: list[int], max_num_blocks: int) -> int:
-        """Keep the full blocks of these tokens, once a sequence has computed them: no other tokens take them.
+    def pin_prefix(self, token_ids: list[int], max_num_blocks: int, max_num_states: int = 0) -> int:
+        """Keep the full blocks of these tokens, once a sequence has computed them: no other tokens take them. Of layers
+        with a window, keep those that a prompt sees which begins with all of these blocks, or with all but one. If the
+        model keeps states, keep the state at their end, too.
 
-        Returns how many tokens they hold. Raises ValueError if pins would take more than `max_num_blocks`.
+        Returns how many tokens they hold. Raises ValueError, with nothing kept, if pins would take more than
+        `max_num_blocks`, or than `max_num_states` state slots.
         """
         sequence = Sequence("prefix", token_ids)
         hashes = self._hashes(sequence, len(token_ids) // self.block_size)
-        num_pinned = self._allocator.num_pinned_with(hashes)
+        num_tokens = (len(hashes) - 1) * self.block_size
+        keys = [
+            block_hash + mark
+            for mark, window in zip(self._marks, self.windows, strict=True)
+            for block_hash in hashes[num_behind(window, num_tokens, self.block_size) :]
+        ]
+        num_pinned = self._allocator.num_pinned_with(keys)
         if num_pinned > max_num_blocks:
             raise ArgumentError(
                 "prefix",
@@ -384,8 +452,37 @@ class BlockManager:
                 "sequence of max_model_len tokens",
                 num_pinned,
             )
-        self._allocator.pin(hashes)
+        if self.states.num_slots and hashes:
+            self.states.pin(hashes[-1], max_num_states)
+        self._allocator.pin(keys)
+        self.kept.want(keys)
         return len(hashes) * self.block_size
+
+    def keys_with_stored(self, sequence: Sequence) -> dict[bytes, bool]:
+        """The keys of the blocks from which a new sequence can go on, in order, and whether the block is on disk alone;
+        nothing if none is. Any thread may call this: what it says may not be true any more, which harms nobody."""
+        stored = self.kept.stored
+
+        def find(key: bytes) -> int | None:
+            block = self._allocator.find(key)
+            return STORED if block is None and key in stored else block
+
+        tables = self._find(self._hashes_before_last_token(sequence, alone=True), find)
+        keys = {
+            block_hash + mark: block == STORED
+            for block_hash, *blocks in zip(sequence.block_hashes, *tables, strict=False)
+            for mark, block in zip(self._marks, blocks, strict=True)
+            if block != RELEASED
+        }
+        return keys if any(keys.values()) else {}
+
+    def insert(self, keys: list[bytes], at_hand: Container[bytes]) -> dict[bytes, int]:
+        """`BlockAllocator.insert`."""
+        return self._allocator.insert(keys, at_hand)
+
+    def take_wanted(self, at_most: int) -> list[tuple[bytes, int]]:
+        """`KeptBlocks.take`: the keys and blocks to store now."""
+        return self.kept.take(self._allocator.find, at_most)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block's reference count is the number of tables that hold it, `table_array`
@@ -393,47 +490,36 @@ class BlockManager:
         self._rows.check_integrity(self.tables)
         self.states.check_integrity(set(self.tables), set(self._host_tables))
         assert not self.tables.keys() & self._host_tables.keys(), "a sequence with blocks here and there"
-        for allocator, tables in ((self._allocator, self.tables), (self._host_allocator, self._host_tables)):
-            allocator.check_integrity()
-            for sequence, table in tables.items():
-                blocks = held(table)
-                assert len(set(blocks)) == len(blocks), f"{sequence.request_id} holds a block twice: {table}"
-                assert RELEASED not in blocks, f"{sequence.request_id} has given back a later block: {table}"
-            num_holders = [0] * allocator.num_blocks
-            for table in tables.values():
-                for block in held(table):
-                    num_holders[block] += 1
-            counts = allocator.ref_counts()
-            assert counts == num_holders, "; ".join(
-                f"block {block}: reference count {count}, in {number} tables"
-                for block, (count, number) in enumerate(zip(counts, num_holders, strict=True))
-                if count != number
-            )
+        check_owners(self._allocator, self.tables)
+        check_owners(self._host_allocator, self._host_tables)
 
     def _num_blocks_for(self, sequence: Sequence) -> int:
         return -(-sequence.num_tokens // self.block_size)
 
-    def _num_to_append(self, sequences: list[Sequence], tables: list[list[int]], allocator: BlockAllocator) -> int:
+    def _nums_of_blocks(self, sequence: Sequence, is_alone: bool, num_computed: int | None = None) -> list[int]:
+        """How many logical blocks each table of a sequence has in the next step: all, but for groups of layers with a
+        window no more than the step can reach. What several sequences share is to be there for all of them.
+
+        num_computed: if it differs from the sequence's.
+        """
+        num_blocks = self._num_blocks_for(sequence)
+        if not self.gives_back or not is_alone:
+            return [num_blocks] * len(self.windows)
+        num_computed = sequence.num_computed_tokens if num_computed is None else num_computed
+        num_reached = min(num_blocks, -(-(num_computed + self._max_num_batched_tokens) // self.block_size))
+        return [num_blocks if window is None else num_reached for window in self.windows]
+
+    def _num_to_append(self, sequences: list[Sequence], tables: list[Tables], allocator: BlockAllocator) -> int:
         num_missing = 0
         sharers: Counter[int] = Counter()
-        for sequence, table in zip(sequences, tables, strict=True):
-            if self._num_blocks_for(sequence) > len(table):
-                num_missing += 1
-            else:
-                sharers[table[-1]] += 1
+        for sequence, of_sequence in zip(sequences, tables, strict=True):
+            for table, num_blocks in zip(of_sequence, self._nums_of_blocks(sequence, len(sequences) == 1), strict=True):
+                if num_blocks > len(table):
+                    num_missing += num_blocks - len(table)
+                else:
+                    sharers[table[-1]] += 1
         # The last sequence that comes to a block keeps it, unless the block is still shared.
         return num_missing + sum(min(count, allocator.ref_count(block) - 1) for block, count in sharers.items())
-
-    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """The hashes of the sequence's first `num_blocks` blocks, which are full. There may be more of them."""
-        hashes, size = sequence.block_hashes, self.block_size
-        if len(hashes) < num_blocks:
-            last = hashes[-1] if hashes else salt_hash(sequence.cache_salt)
-            tokens = sequence.tokens(len(hashes) * size, num_blocks * size)
-            for begin in range(0, len(tokens), size):
-                last = blake2b(last + self._pack(*tokens[begin : begin + size]), digest_size=16).digest()
-                hashes.append(last)
-        return hashes
 
     def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
         """The hashes of full blocks that are worth looking for. The block of the last token is left out, because that
@@ -443,77 +529,71 @@ class BlockManager:
         num_blocks = (sequence.num_tokens - 1) // self.block_size
         return self._hashes(sequence, num_blocks)[:num_blocks]
 
-    def _plan(self, sequences: list[Sequence]) -> tuple[int, list[list[int]]]:
+    def _plan(self, sequences: list[Sequence]) -> tuple[int, list[Tables]]:
         """How many new blocks the sequences need, and the blocks that each finds by its tokens."""
-        found: list[list[int]] = []
+        found: list[Tables] = []
         shared: set[bytes] = set()  # hashes of blocks that earlier sequences bring
         num_new = 0
         for sequence in sequences:
             self._require_unknown(sequence)
             hashes = self._hashes_before_last_token(sequence, alone=len(sequences) == 1)
-            # Several sequences with states would take away the checkpoints that the others of them have found.
-            found.append([] if len(sequences) > 1 and self.states.num_slots else self._find(hashes))
-            self.states.cut_to_checkpoint(found[-1], hashes)
-            num_new += self._num_blocks_for(sequence) - len(found[-1])
-            num_new -= sum(block_hash in shared for block_hash in hashes[len(found[-1]) :])
+            # Of several sequences, those with states would take away the checkpoints that the others of them have
+            # found, and those with windows would not have all blocks that the others of them share.
+            finds_none = len(sequences) > 1 and (self.states.num_slots > 0 or self.gives_back)
+            found.append(self._find([] if finds_none else hashes))
+            num_found = len(found[-1][0])
+            num_shared = sum(block_hash in shared for block_hash in hashes[num_found:])
+            nums_of_blocks = self._nums_of_blocks(sequence, len(sequences) == 1, num_found * self.block_size)
+            num_new += sum(nums_of_blocks) - (num_found + num_shared) * len(self.windows)
             shared.update(hashes)
         return num_new, found
 
-    def _find(self, hashes: list[bytes]) -> list[int]:
-        """The blocks of these hashes, up to the first hash that has no block."""
-        blocks = []
-        for block_hash in hashes:
-            block = self._allocator.find(block_hash)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def _find(self, hashes: list[bytes], find: Callable[[bytes], int | None] | None = None) -> Tables:
+        """The blocks of these hashes, up to the last from which a sequence can go on: each group of layers has all
+        blocks that the next token sees, and there is a checkpoint of the state. find: the allocator's, or another."""
+        find = find or self._allocator.find
+        tables = [[find(block_hash + mark) for block_hash in hashes] for mark in self._marks]
+        end, previous = len(hashes), -1
+        while end != previous:
+            previous = end
+            while end and not self.states.has_checkpoint(hashes[end - 1]):
+                end -= 1
+            for table, window in zip(tables, self.windows, strict=True):
+                begin = self._first_needed(window, end)
+                if None in table[begin:end]:
+                    end = table.index(None, begin)
+        found: Tables = []
+        for table, window in zip(tables, self.windows, strict=True):
+            begin = self._first_needed(window, end)
+            found.append([RELEASED] * begin + [block for block in table[begin:end] if block is not None])
+        return found
 
-    def _has_room(self, num_new: int, found: list[list[int]], keep_watermark: bool) -> bool:
-        """Whether `num_new` blocks are free beside the found blocks, some of which count as free."""
+    def _first_needed(self, window: int | None, num_blocks: int) -> int:
+        """The first block that a sequence needs to go on after so many; the last of them always, as a proof."""
+        return max(0, min(num_behind(window, num_blocks * self.block_size, self.block_size), num_blocks - 1))
+
+    def _has_room(self, sequences: list[Sequence], num_new: int, found: list[Tables], keep_watermark: bool) -> bool:
+        """Whether the sequences' states have room, and `num_new` blocks are free beside the found blocks, some of which
+        count as free."""
         reserve = self._watermark_blocks if keep_watermark else 0
-        num_revived = self._allocator.num_evictable({block for blocks in found for block in blocks})
-        return num_new + num_revived + reserve <= self.num_free_blocks
+        num_revived = self._allocator.num_evictable({block for tables in found for block in held(tables)})
+        return self.states.have_room(sequences) and num_new + num_revived + reserve <= self.num_free_blocks
 
     def _translate(
-        self, sequences: list[Sequence], tables: list[list[int]], block_of: dict[int, int], allocator: BlockAllocator
-    ) -> dict[Sequence, list[int]]:
+        self, sequences: list[Sequence], tables: list[Tables], block_of: dict[int, int], allocator: BlockAllocator
+    ) -> dict[Sequence, Tables]:
         """The tables in blocks of another pool. A block has one owner so far, and as many as hold it afterwards."""
         owned: set[int] = set()
-        for table in tables:
-            for block in held(table):
+        for of_sequence in tables:
+            for block in held(of_sequence):
                 if block in owned:
                     allocator.fork(block_of[block])
                 owned.add(block)
-        translated = ([block_of.get(block, RELEASED) for block in table] for table in tables)
-        return dict(zip(sequences, translated, strict=True))
+        return {
+            sequence: [[block_of.get(block, RELEASED) for block in table] for table in of_sequence]
+            for sequence, of_sequence in zip(sequences, tables, strict=True)
+        }
 
     def _require_unknown(self, sequence: Sequence) -> None:
         if sequence in self.tables or sequence in self._host_tables:
             raise ValueError(f"{sequence.request_id} holds blocks already")
-
-
-def salt_hash(salt: str) -> bytes:
-    """What the hashes of a sequence's blocks begin with: nothing without a salt. With a salt, it differs from the hash
-    of every block and from all tokens."""
-    return blake2b(salt.encode(), digest_size=16, person=b"cache_salt").digest() if salt else b""
-
-
-def _owners(allocator: BlockAllocator, tables: dict[Sequence, list[int]], groups: list[list[Sequence]]) -> list[int]:
-    owners = [-1] * allocator.num_blocks
-    num_left = allocator.num_owned_blocks
-    # A sequence shares its beginning. So the first round goes from the end of each table to the first block that has an
-    # owner, and looks at each block once. If blocks that were swapped in were computed by another sequence at the same
-    # time, merging can leave blocks without an owner before that place. The second round finds them.
-    for ends_at_shared in (True, False):
-        for index, sequences in enumerate(groups):
-            for sequence in sequences:
-                for block in reversed(held(tables.get(sequence, []))):
-                    if owners[block] < 0:
-                        owners[block] = index
-                        num_left -= 1
-                    elif ends_at_shared:
-                        break
-        if num_left == 0:
-            break
-    return owners

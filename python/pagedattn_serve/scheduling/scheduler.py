@@ -34,6 +34,7 @@ from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.held_blocks import max_held_blocks, max_num_tokens, num_behind
 from pagedattn_serve.scheduling.prompt_lookup import PromptLookup
 from pagedattn_serve.scheduling.prompt_pace import PromptPace
 from pagedattn_serve.scheduling.sequence import (
@@ -80,11 +81,11 @@ class Scheduler:
     def __init__(
         self, scheduler_config: SchedulerConfig, cache_config: CacheConfig, table_array: TableArray | None = None
     ) -> None:
-        num_slots = cache_config.num_blocks * cache_config.block_size
-        if scheduler_config.max_model_len > num_slots:
+        num_tokens = max_num_tokens(cache_config, scheduler_config.max_num_batched_tokens)
+        if scheduler_config.max_model_len > num_tokens:
             raise ArgumentError(
                 "max_model_len",
-                f"at most {num_slots} tokens, what {cache_config.num_blocks} blocks of {cache_config.block_size} hold",
+                f"at most {num_tokens} tokens, what {cache_config.num_blocks} blocks of {cache_config.block_size} hold",
                 scheduler_config.max_model_len,
             )
         num_states = cache_config.num_state_slots
@@ -92,7 +93,11 @@ class Scheduler:
             expected = f"at most {num_states}, the sequences whose states the cache holds"
             raise ArgumentError("max_num_seqs", expected, scheduler_config.max_num_seqs)
         self.config = scheduler_config
-        self.block_manager = BlockManager(cache_config, table_array or TableArray(scheduler_config, cache_config))
+        self._num_held_at_end = max_held_blocks(
+            scheduler_config.max_model_len, cache_config, scheduler_config.max_num_batched_tokens
+        )
+        table_array = table_array or TableArray(scheduler_config, cache_config)
+        self.block_manager = BlockManager(cache_config, table_array, scheduler_config.max_num_batched_tokens)
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
@@ -126,14 +131,12 @@ class Scheduler:
         if statuses != {SequenceStatus.WAITING}:
             raise ArgumentError("status", "a new sequence", f"{statuses} for {group.request_id!r}")
         # With the constructor's check this also means that one sequence fits in the cache.
-        num_tokens = len(group.prompt_token_ids)
-        if not 0 < num_tokens < self.config.max_model_len:
-            raise ArgumentError(
-                "prompt",
-                f"1 to {self.config.max_model_len - 1} tokens (max_model_len {self.config.max_model_len}, one left to "
-                "generate)",
-                num_tokens,
-            )
+        num_tokens, longest, left = len(group.prompt_token_ids), self.config.max_model_len, ""
+        if group.rules.generates:
+            longest, left = longest - 1, ", one left to generate"
+        if not 0 < num_tokens <= longest:
+            expected = f"1 to {longest} tokens (max_model_len {self.config.max_model_len}{left})"
+            raise ArgumentError("prompt", expected, num_tokens)
         self._check_width(group)
         if group.priority and self.config.policy != "priority":
             raise ArgumentError("priority", f'0, as the scheduling policy is "{self.config.policy}"', group.priority)
@@ -179,7 +182,7 @@ class Scheduler:
             sequence.num_computed_tokens = end = begin + scheduled.num_new_tokens
             if merges and end % block_size < end - begin:  # it has filled a block
                 manager.merge(sequence, begin // block_size, end // block_size)
-            if manager.window is not None:
+            if manager.gives_back:
                 manager.release(sequence)
 
     def mark_verified(self, sequence: Sequence, num_accepted: int) -> None:
@@ -193,6 +196,8 @@ class Scheduler:
         if first < last and manager.prefix_caching:
             manager.publish(sequence, first, last)
             manager.merge(sequence, first, last)
+        if manager.gives_back:
+            manager.release(sequence)
 
     def fork(self, group: SequenceGroup, parent: Sequence, index: int) -> Sequence:
         """A new sequence of a running group, with the tokens and the blocks of `parent`, at the end of the group."""
@@ -244,9 +249,11 @@ class Scheduler:
         self._unfinished = {group.request_id: group for group in groups}
 
     def pin_prefix(self, token_ids: list[int]) -> int:
-        """`BlockManager.pin_prefix`. A sequence of max_model_len tokens must still have room beside the prefixes."""
+        """`BlockManager.pin_prefix`. A sequence of max_model_len tokens must still have room beside the prefixes, and
+        max_num_seqs states."""
         manager = self.block_manager
-        return manager.pin_prefix(token_ids, manager.num_blocks - -(-self.config.max_model_len // manager.block_size))
+        max_num_states = manager.states.num_slots - self.config.max_num_seqs
+        return manager.pin_prefix(token_ids, manager.num_blocks - self._num_held_at_end, max_num_states)
 
     # ---- the parts of a step ----------------------------------------------------------------------------------------
 
@@ -279,11 +286,13 @@ class Scheduler:
                     budget -= 1
                     continue
             num_before = len(batch.sequences)
-            if group.in_prefill:
-                prefilling.append(group)
-            elif len(group.sequences) > budget:
+            in_prefill = group.in_prefill
+            if not in_prefill and len(group.sequences) > budget:
                 is_left_out = True
-            elif self._add_or_preempt(batch, group):
+            elif self._take_or_preempt(batch, group, in_prefill):
+                if in_prefill:
+                    prefilling.append(group)
+                    continue
                 budget -= len(group.sequences)
                 if num_plain < 0 and group.decode is None:
                     num_plain = num_before
@@ -312,11 +321,13 @@ class Scheduler:
             batch.blocks_to_swap_in += pairs
             self._move(group, SequenceStatus.RUNNING)
             num_places -= group.max_num_sequences
+            has_room = (
+                self.block_manager.extend(group.sequences) if group.in_prefill else self._add_decodes(batch, group)
+            )
+            assert has_room, f"{group.request_id} was swapped in without room for its next tokens"
             if group.in_prefill:
                 budget = self._begin_prefill(batch, long, group, budget)
             else:
-                has_room = self._add_decodes(batch, group)
-                assert has_room, f"{group.request_id} was swapped in without room for its next tokens"
                 batch.num_decodes += len(group.sequences)
                 budget -= len(group.sequences)
         return budget
@@ -399,10 +410,10 @@ class Scheduler:
             else:
                 self._pace.observe_alone(num_long_tokens, seconds)
 
-    def _add_or_preempt(self, batch: ScheduledBatch, group: SequenceGroup) -> bool:
-        """Add a running group's decodes. While there is no room for them, preempt the last group, at last `group`
-        itself. Returns whether they were added."""
-        while not self._add_decodes(batch, group):
+    def _take_or_preempt(self, batch: ScheduledBatch, group: SequenceGroup, in_prefill: bool) -> bool:
+        """Add a running group's decodes, or take the blocks that its prompt needs next. While there is no room, preempt
+        the last group, at last `group` itself. Returns whether there was room."""
+        while not (self.block_manager.extend(group.sequences) if in_prefill else self._add_decodes(batch, group)):
             if len(self.running) == 1:
                 batch.outgrown.append(group)
                 return False
@@ -431,15 +442,13 @@ class Scheduler:
             if (begin + 1) % block_size == 0 and manager.prefix_caching:
                 manager.publish(sequence, begin // block_size, begin // block_size + 1)
             return True
-        # Counted only if blocks are short: each sequence takes one block at most.
-        num_free_blocks = manager.num_free_blocks
-        if num_free_blocks < len(sequences) and manager.num_blocks_to_append(sequences) > num_free_blocks:
+        # Counted only if blocks are short: each sequence takes one block at most, for each group of layers.
+        num_free_blocks, most = manager.num_free_blocks, len(sequences) * len(manager.windows)
+        if num_free_blocks < most and manager.num_blocks_to_append(sequences) > num_free_blocks:
             return False
         manager.states.hand_on(sequences)
         for sequence in sequences:
-            pair = manager.append(sequence)
-            if pair is not None:
-                batch.blocks_to_copy.append(pair)
+            batch.blocks_to_copy += manager.append(sequence)
             self._add_to_batch(batch, sequence, 1)
         return True
 
@@ -474,7 +483,7 @@ class Scheduler:
         num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
         end = begin + num_new_tokens
         assert begin < num_tokens, f"{sequence.request_id} has no token to run: was the sampled one not appended?"
-        num_samples = 1 if end == num_tokens else 0
+        num_samples = 1 if end == num_tokens and sequence.rules.generates else 0
         if num_samples and not sequence.output_token_ids and not sequence.rules.uses_beams:
             num_samples = sequence.rules.num_sequences
         batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, num_samples))
@@ -545,12 +554,16 @@ class Scheduler:
 
     def _check_width(self, group: SequenceGroup) -> None:
         """Raise ValueError unless all sequences of the group can run at once, in a step of one token each."""
-        num_sequences = group.max_num_sequences
-        num_shared = (len(group.prompt_token_ids) - 1) // self.block_manager.block_size
+        num_sequences, manager = group.max_num_sequences, self.block_manager
+        num_tokens = len(group.prompt_token_ids) - 1
+        num_shared = sum(
+            num_tokens // manager.block_size - num_behind(window, num_tokens, manager.block_size)
+            for window in manager.windows
+        )
         limits = {
             "max_num_seqs": self.config.max_num_seqs,
             "max_num_batched_tokens": self.config.max_num_batched_tokens,
-            "blocks of the cache beside the prompt's": self.block_manager.num_blocks - num_shared,
+            "blocks of the cache beside the prompt's": (manager.num_blocks - num_shared) // len(manager.windows),
         }
         if group.rules.uses_beams:
             limits["max_beam_width"] = self.config.max_beam_width

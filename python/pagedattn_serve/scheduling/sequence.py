@@ -39,6 +39,7 @@ class SequenceRules:
     width_argument: what the user calls num_sequences.
     max_tokens: the most output tokens of a sequence; None is no limit beside max_model_len.
     takes_drafts: whether a step may run guesses at the next tokens.
+    generates: whether there will be output. A prompt without output ends when all of it is computed.
     """
 
     num_sequences: int = 1
@@ -46,6 +47,7 @@ class SequenceRules:
     width_argument: str = "n"
     max_tokens: int | None = None
     takes_drafts: bool = True
+    generates: bool = True
 
 
 @dataclass(slots=True, eq=False)  # compared and hashed by identity: two requests may hold the same tokens
@@ -57,9 +59,10 @@ class Sequence:
     num_computed_tokens: tokens whose keys and values are in the cache, counted from the first.
     block_hashes: of its first full blocks, as far as they were asked for (`BlockManager`).
     cache_salt: blocks are shared only with sequences of the same salt.
-    prompt_logits_from: the first position of the prompt whose logits are asked for and were not looked at yet; None if
-        there is no such position.
+    prompt_logits_from: the first position of the prompt whose logits, or hidden state for a mean, are asked for and
+        were not looked at yet; None if there is no such position.
     sampling: what the sampler is told of the sequence (`SamplingState`). The scheduler only forks it.
+    pooling: what the pooler is told of a sequence that generates nothing (`PoolingState`).
     """
 
     request_id: str
@@ -72,6 +75,7 @@ class Sequence:
     cache_salt: str = ""
     prompt_logits_from: int | None = None
     sampling: Any = None
+    pooling: Any = None
 
     def fork(self, index: int) -> Self:
         """Another sequence with the same tokens so far. index: of the fork within its request."""
@@ -196,31 +200,32 @@ class StateCheckpoint(NamedTuple):
     slot: int
 
 
-TableWrite = tuple[int, int, list[int]]  # row, column of the first block, blocks
+TableWrite = tuple[int, int, int, list[int]]  # group of layers, row, column of the first block, blocks
 
 
 class TableArray:
     """The block tables of a step, which the ops read in place. The block manager writes what changes.
 
-    int32 [max_num_seqs, max_num_blocks_per_seq], zeros at first.
+    int32 [num_groups, max_num_seqs, max_num_blocks_per_seq], zeros at first, with a table for each group of layers.
 
     memory: the array, one row after the other, at the same address for ever.
     """
 
     def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
+        self.num_groups = len(cache_config.windows)
         self.num_rows = scheduler_config.max_num_seqs
         self.num_columns = -(-scheduler_config.max_model_len // cache_config.block_size)
-        self.memory = array("i", bytes(4 * self.num_rows * self.num_columns))
+        self.memory = array("i", bytes(4 * self.num_groups * self.num_rows * self.num_columns))
 
-    def write(self, row: int, column: int, blocks: list[int]) -> None:
-        """Put blocks into a row, from this column on."""
-        begin = row * self.num_columns + column
+    def write(self, group: int, row: int, column: int, blocks: list[int]) -> None:
+        """Put blocks into a row of a group's table, from this column on."""
+        begin = (group * self.num_rows + row) * self.num_columns + column
         for i, block in enumerate(blocks, begin):
             self.memory[i] = block
 
-    def row(self, row: int, length: int) -> list[int]:
-        """The first blocks of a row."""
-        begin = row * self.num_columns
+    def row(self, group: int, row: int, length: int) -> list[int]:
+        """The first blocks of a row of a group's table."""
+        begin = (group * self.num_rows + row) * self.num_columns
         return self.memory[begin : begin + length].tolist()
 
 
@@ -231,7 +236,7 @@ class ScheduledBatch:
     `Scheduler.mark_computed` refuses a batch with pairs left.
 
     sequences: what to run; the sequences of a group follow each other, in the group's order. Row i of the block
-        manager's `table_array` is the block table of the i-th one.
+        manager's `table_array` has the block tables of the i-th one.
     blocks_to_swap_out: (device block, host block) pairs to copy first.
     blocks_to_swap_in: (host block, device block) pairs to copy next.
     blocks_to_copy: (src, dst) pairs within the cache to copy last, in the order of the list (copy-on-write).
@@ -267,7 +272,12 @@ class ScheduledBatch:
         return sum(scheduled.num_new_tokens + len(scheduled.draft_token_ids) for scheduled in self.sequences)
 
     @property
+    def copies(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[int, int]], StateCopies]:
+        """All that is to be copied, in this order."""
+        return self.blocks_to_swap_out, self.blocks_to_swap_in, self.blocks_to_copy, self.state_copies
+
+    @property
     def has_copies(self) -> bool:
         """Whether blocks or states are still to be copied. There may be some without any sequence to run: those of a
         group that made room for another group, which is `outgrown` nevertheless."""
-        return bool(self.blocks_to_swap_out or self.blocks_to_swap_in or self.blocks_to_copy or self.state_copies)
+        return any(self.copies)

@@ -8,12 +8,14 @@ goes its own way, which waits for a copy of the state there.
 
 As many slots as sequences may run at once are enough, so a slot is always free when a running sequence needs one. The
 slots that are left keep checkpoints: the states of prompts at ends of blocks, found by the hash of the block. A prompt
-leaves one every CHECKPOINT_TOKENS tokens, and one at the end of the last full block before its last token. A checkpoint
-has no owner; when a slot is needed, the checkpoint that was not used for longest goes first.
+leaves one every CHECKPOINT_TOKENS tokens, one at the end of the last full block before its last token, and one where a
+registered prefix ends. A checkpoint has no owner; when a slot is needed, the checkpoint that was not used for longest
+goes first. That of a registered prefix is pinned: it stays.
 """
 
 from collections.abc import Callable
 
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, StateCheckpoint, StateCopies
 
@@ -32,12 +34,14 @@ class StateSlots:
     def __init__(self, num_slots: int, num_host_slots: int) -> None:
         self.num_slots = num_slots
         self._num_host_slots = num_host_slots
+        self._allocator = BlockAllocator(num_slots)
         self.clear()
 
     def clear(self) -> None:
-        """Take the slots of all sequences away, whatever state the tables are in."""
+        """Take the slots of all sequences away, whatever state the tables are in, and forget all checkpoints. Pinned
+        ones are kept when prompts leave them again."""
         self.slot_of: dict[Sequence, int] = {}
-        self._allocator = BlockAllocator(self.num_slots)
+        self._allocator = BlockAllocator(self.num_slots, self._allocator.pinned)
         self._host_slot_of: dict[Sequence, int] = {}
         self._host_allocator = BlockAllocator(self._num_host_slots)
         self._copies = StateCopies()
@@ -72,10 +76,9 @@ class StateSlots:
         if slot != checkpoint:  # else it was the last slot without an owner
             self._copies.to_copy.append((checkpoint, slot))
 
-    def cut_to_checkpoint(self, blocks: list[int], keys: list[bytes]) -> None:
-        """Of blocks that were found by these keys, leave those up to the last whose end has a checkpoint."""
-        while self.num_slots and blocks and self._allocator.find(keys[len(blocks) - 1]) is None:
-            blocks.pop()
+    def has_checkpoint(self, key: bytes) -> bool:
+        """Whether a sequence can go on at the end of the block of this key, as far as states count."""
+        return not self.num_slots or self._allocator.find(key) is not None
 
     def plan_checkpoints(
         self, batch: ScheduledBatch, block_size: int, keys_of: Callable[[Sequence, int], list[bytes]]
@@ -85,19 +88,36 @@ class StateSlots:
         keys_of: the keys of so many first blocks of a sequence; there may be more of them.
         """
         checkpoints = []
+        pinned = self._allocator.pinned
         period = max(1, self.checkpoint_tokens // block_size)
         for i, scheduled in enumerate(batch.sequences[batch.num_plain :], batch.num_plain):
             sequence, begin = scheduled.sequence, scheduled.sequence.num_computed_tokens
             last = (sequence.num_tokens - 1) // block_size
             for num_blocks in range(begin // block_size + 1, (begin + scheduled.num_new_tokens) // block_size + 1):
-                if num_blocks != last and num_blocks % period:
+                is_due = num_blocks == last or num_blocks % period == 0
+                if not (is_due or pinned):
                     continue
                 key = keys_of(sequence, num_blocks)[num_blocks - 1]
+                if not (is_due or key in pinned):
+                    continue
                 if self._allocator.find(key) is None and self._allocator.num_free_blocks:
                     slot = self._allocator.allocate()
                     self._new_checkpoints.append((slot, key))
                     checkpoints.append(StateCheckpoint(i, num_blocks * block_size - begin, slot))
         return checkpoints
+
+    def pin(self, key: bytes, max_num_pinned: int) -> None:
+        """Keep the checkpoint of this key for good, once a prompt leaves it. Raises ValueError if more would be kept
+        than `max_num_pinned`."""
+        num_pinned = self._allocator.num_pinned_with([key])
+        if num_pinned > max_num_pinned:
+            raise ArgumentError(
+                "prefix",
+                f"at most {max_num_pinned} registered prefixes, whose states have slots beside those of max_num_seqs "
+                "sequences",
+                num_pinned,
+            )
+        self._allocator.pin([key])
 
     def publish_checkpoints(self) -> None:
         """After the step: let its checkpoints be found."""

@@ -1,17 +1,20 @@
-"""Which sequence's block table each row of a batch's array holds."""
+"""Which sequence's block tables each row of a batch's array holds."""
 
 from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, TableArray, TableWrite
 
-RELEASED = -1  # in a table, in place of each block that was given back; these are the first of the table
+Tables = list[list[int]]  # of a sequence, one for each group of layers: the physical block of each logical block
+RELEASED = (
+    -1
+)  # in a table, in place of each block that is not held, behind the window; these are the first of the table
 
 
-def held(table: list[int]) -> list[int]:
-    """The blocks of a table that were not given back."""
-    return table[table.count(RELEASED) :]
+def held(tables: Tables) -> list[int]:
+    """The blocks of tables that were not given back."""
+    return [block for table in tables for block in table[table.count(RELEASED) :]]
 
 
 class TableRows:
-    """Whose table each row of the array is: row i is that of the i-th sequence of the batch.
+    """Whose tables each row of the array has: row i has those of the i-th sequence of the batch.
 
     A sequence that is left out of a batch keeps its row until another sequence gets the row.
     """
@@ -26,12 +29,12 @@ class TableRows:
         self._row_of: dict[Sequence, int] = {}
         self._writes: list[TableWrite] = []
 
-    def write(self, sequence: Sequence, column: int, blocks: list[int]) -> None:
-        """The table of a sequence has these blocks from this column on. Nothing is written if it has no row."""
+    def write(self, sequence: Sequence, group: int, column: int, blocks: list[int]) -> None:
+        """A table of a sequence has these blocks from this column on. Nothing is written if it has no row."""
         row = self._row_of.get(sequence)
         if row is not None:
-            self._array.write(row, column, blocks)
-            self._writes.append((row, column, blocks))
+            self._array.write(group, row, column, blocks)
+            self._writes.append((group, row, column, blocks))
 
     def take_back(self, sequence: Sequence) -> None:
         """Let the row of a sequence be nobody's. Nothing happens if it has no row."""
@@ -40,7 +43,7 @@ class TableRows:
             self._sequences[row] = None
 
     def place(
-        self, batch: list[ScheduledSequence], num_movable: int, tables: dict[Sequence, list[int]]
+        self, batch: list[ScheduledSequence], num_movable: int, tables: dict[Sequence, Tables]
     ) -> list[TableWrite]:
         """Give each sequence of a batch its row. Returns all writes since the last call, in order.
 
@@ -56,14 +59,16 @@ class TableRows:
         writes, self._writes = self._writes, []
         return writes
 
-    def _give(self, row: int, sequence: Sequence, table: list[int]) -> None:
+    def _give(self, row: int, sequence: Sequence, tables: Tables) -> None:
         before = self._sequences[row]
         if before is not None:
             self.take_back(before)
         self.take_back(sequence)
         self._sequences[row] = sequence
         self._row_of[sequence] = row
-        self.write(sequence, 0, list(table))
+        for group, table in enumerate(tables):
+            begin = table.count(RELEASED)  # before it, the array keeps what it has: nobody looks there
+            self.write(sequence, group, begin, table[begin:])
 
     def _in_rows(self, batch: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Those that have a row in their rows, and the others in what is left."""
@@ -79,13 +84,13 @@ class TableRows:
         rest = iter(others)
         return [next(rest) if scheduled is None else scheduled for scheduled in in_rows]
 
-    def check_integrity(self, tables: dict[Sequence, list[int]]) -> None:
-        """Raise AssertionError unless each row holds the table of its sequence."""
+    def check_integrity(self, tables: dict[Sequence, Tables]) -> None:
+        """Raise AssertionError unless each row holds the tables of its sequence."""
         rows = {sequence: row for row, sequence in enumerate(self._sequences) if sequence is not None}
         assert rows == self._row_of, f"rows {rows}, by sequence {self._row_of}"
         for sequence, row in rows.items():
-            table, found = tables[sequence], self._array.row(row, len(tables[sequence]))
-            begin = table.count(RELEASED)
-            assert found[begin:] == table[begin:], (
-                f"row {row} of {sequence.request_id}: {found}, but its blocks are {table}"
-            )
+            for group, table in enumerate(tables[sequence]):
+                begin, found = table.count(RELEASED), self._array.row(group, row, len(table))
+                assert found[begin:] == table[begin:], (
+                    f"row {row} of {sequence.request_id}: {found}, but its blocks are {table}"
+                )

@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,10 @@ def _read(name: str, message: Message, as_object: bool, developer: str, form: Ca
             del fields["tool_calls"]
     if isinstance(fields.get("function_call"), Mapping):
         fields["function_call"] = _read_function(f"{name}.function_call", fields["function_call"], as_object)
+    if role == "assistant" and isinstance(fields.get("content"), list | tuple):
+        _take_thoughts(f"{name}.content", fields)
+    if "reasoning" in fields:  # the name of today; templates know the other
+        fields.setdefault("reasoning_content", fields["reasoning"])
     if isinstance(fields.get("refusal"), str) and not fields.get("content"):
         fields["content"] = fields.pop("refusal")
     if "content" in fields:
@@ -111,6 +116,22 @@ def _read_content(name: str, content: Any) -> Any:
     if not isinstance(content, list | tuple):
         raise ArgumentTypeError(name, "a string or a list of parts", type(content).__name__)
     return [{"type": "text", "text": _part_text(f"{name}[{i}]", part)} for i, part in enumerate(content)] or ""
+
+
+def _take_thoughts(name: str, fields: Fields) -> None:
+    """Make of the parts that are thoughts a field of the message. As Mistral has it, they may have parts within."""
+    parts, thoughts = [], []
+    for i, part in enumerate(fields["content"]):
+        if isinstance(part, Mapping) and part.get("type") == "thinking":
+            thought = part.get("thinking")
+            if not isinstance(thought, str):
+                thought = _as_text(_read_content(f"{name}[{i}].thinking", thought))
+            thoughts.append(thought)
+        else:
+            parts.append(part)
+    if thoughts:
+        fields.setdefault("reasoning_content", "\n".join(thoughts))
+        fields["content"] = parts
 
 
 def _part_text(name: str, part: Any) -> str:
@@ -277,6 +298,8 @@ def render_chat(
     add_generation_prompt: bool = True,
     reasoning_effort: str | None = None,
     variables: Mapping[str, Any] | None = None,
+    tools: list[Fields] | None = None,
+    continue_final_message: bool = False,
 ) -> str:
     """The prompt that the messages make. It has the special tokens already, so it is tokenized without adding more.
 
@@ -288,24 +311,39 @@ def render_chat(
         add_generation_prompt: whether the text goes on to where the assistant's answer begins.
         reasoning_effort: given to the template, where it changes something only if the template knows it.
         variables: others for the template, by name.
+        tools: functions that the assistant may call, as transformers gives them to templates: {"type": "function",
+            "function": {"name": ..., "description": ..., "parameters": ...}}. None are no tools.
+        continue_final_message: whether the text ends with the content of the last message, which the assistant goes on
+            with. Not with add_generation_prompt.
 
     Raises ValueError or TypeError, which name the message, if a message does not have this form. Raises ValueError if
     there is no template, if the template refuses the messages (in the template's own words), and if it leaves out what
-    a message says.
+    a message says, or a tool.
     """
     check_bool("add_generation_prompt", add_generation_prompt)
+    check_bool("continue_final_message", continue_final_message)
+    if add_generation_prompt and continue_final_message:
+        raise ArgumentError("continue_final_message", "False beside add_generation_prompt")
     if tokenizer is None:
         raise ArgumentError("messages", "none, as the model's directory has no tokenizer")
     template = None if chat_template is None else load_chat_template(chat_template)
     if template is None and not getattr(tokenizer, "chat_template", None):
         raise ArgumentError("chat_template", "one (its text, or a file with it), as the model's tokenizer has none")
 
-    def render(messages: list[Fields]) -> str:
+    def render(messages: list[Fields], tools: list[Fields] | None = tools) -> str:
         return tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=add_generation_prompt, tokenize=False, **others
+            messages,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **others,
+            **({"tools": tools} if tools else {}),
         )
 
     others = _variables(variables)
+    if tools and "tools" in others:
+        raise ArgumentError("chat_template_kwargs", "no tools, which are an argument of their own")
     if reasoning_effort is not None:
         others["reasoning_effort"] = reasoning_effort
     refusals: list[Exception] = []
@@ -319,6 +357,8 @@ def render_chat(
             refusals.append(error)
             continue
         if (thing := first_left_out(render, read)) is None:
+            if tools and _leaves_out_tools(partial(render, read), tools):
+                raise ArgumentError("tools", "none, as the model's chat template does not write them into the prompt")
             return text
         left_out.append(thing)
     if left_out:
@@ -329,12 +369,35 @@ def render_chat(
     raise ValueError(f"chat_template: cannot render the messages: {kind}{refusals[0]}") from None
 
 
+def _leaves_out_tools(render: Callable[[list[Fields]], str], tools: list[Fields]) -> bool:
+    """Whether the text has not the name of each tool."""
+    mark = f"_{secrets.token_hex(8)}_"
+    names = [f"{tool['function']['name']}{mark}{i}" for i, tool in enumerate(tools)]
+    marked = [{**tool, "function": {**tool["function"], "name": name}} for tool, name in zip(tools, names, strict=True)]
+    try:
+        text = render(marked)
+    except Exception:  # the template takes the tools without marks: so it looks at their names
+        return False
+    return not all(name in text for name in names)
+
+
+def content_text(message: Message) -> str:
+    """The text that a message's content is, in whatever form it has one."""
+    return _as_text(message.get("content") or "")
+
+
+def template_text(tokenizer: Any, chat_template: str | None) -> str:
+    """The text of the template that chats are rendered by, or of all templates if the tokenizer has several."""
+    template = chat_template or getattr(tokenizer, "chat_template", None) or ""
+    return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+
 def _variables(variables: object) -> dict[str, Any]:
     if variables is None:
         return {}
     if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
         raise ArgumentTypeError("chat_template_kwargs", "a dict with names", type(variables).__name__)
-    own = {"chat_template", "messages", "conversation", "add_generation_prompt", "tokenize"}
+    own = {"chat_template", "messages", "conversation", "add_generation_prompt", "continue_final_message", "tokenize"}
     if taken := own.intersection(variables):
         raise ArgumentError("chat_template_kwargs", "variables of the template", ", ".join(sorted(taken)))
     return dict(variables)

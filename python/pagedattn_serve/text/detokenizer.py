@@ -92,6 +92,35 @@ class IncrementalDetokenizer:
         return after[len(commonprefix((before, after))) :]  # noqa: RUF071 (of characters, not of paths)
 
 
+def num_tokens_within(
+    places: Iterable[tuple[int, int]], detokenizer: IncrementalDetokenizer, token_ids: Iterable[int]
+) -> int:
+    """How many tokens of an output have text within the places.
+
+    places: where each begins and ends in the text, in characters. detokenizer: of the output, before its first token.
+    The tokens of one character count alike.
+    """
+    places = list(places)
+    end_of_all = max((end for _, end in places), default=0)
+    num_within = num_held_back = begin = 0
+    for token_id in token_ids:
+        if begin >= end_of_all:
+            break
+        detokenizer.add(token_id)
+        if (end := len(detokenizer.text)) == begin:
+            num_held_back += 1
+            continue
+        # A broken character is not of the token after it.
+        num_within += num_held_back * _overlap(places, begin, begin + 1)
+        num_within += _overlap(places, end - 1 if num_held_back else begin, end)
+        begin, num_held_back = end, 0
+    return num_within + num_held_back * _overlap(places, begin, begin + 1)
+
+
+def _overlap(places: list[tuple[int, int]], begin: int, end: int) -> bool:
+    return any(first < end and begin < last for first, last in places)
+
+
 def fast_backend(tokenizer: Any) -> Any | None:
     """The tokenizer of the package tokenizers that decodes for a tokenizer of transformers; None if none does so
     alone."""

@@ -14,11 +14,13 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
-def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Any | None:
+def load_tokenizer(
+    model: str | PathLike[str], tokenizer: str | PathLike[str] | None, allow_download: bool = False
+) -> Any | None:
     """The tokenizer of the directory `tokenizer`, or of the model's directory; None if the model's directory has none.
     A GGUF file may be in place of either directory. Raises as `tokenizer_directory` does, and ValueError if a tokenizer
     cannot be loaded."""
-    directory = tokenizer_directory(model, tokenizer)
+    directory = tokenizer_directory(model, tokenizer, allow_download)
     if directory is None:
         return None
     if directory.is_file():
@@ -32,13 +34,15 @@ def load_tokenizer(model: str | PathLike[str], tokenizer: str | PathLike[str] | 
         raise ValueError(f"tokenizer: cannot load that of {directory}: {type(error).__name__}: {reason}") from None
 
 
-def tokenizer_directory(model: str | PathLike[str], tokenizer: str | PathLike[str] | None) -> Path | None:
+def tokenizer_directory(
+    model: str | PathLike[str], tokenizer: str | PathLike[str] | None, allow_download: bool = False
+) -> Path | None:
     """The directory or GGUF file `tokenizer`, or the model's; None if the model's directory has no tokenizer. Raises
     ArgumentFileError if the directory `tokenizer` has none."""
     argument, path = ("model", model) if tokenizer is None else ("tokenizer", tokenizer)
     if (file := find_gguf(argument, path)) is not None:
         return file
-    directory = find_directory(argument, path)
+    directory = find_directory(argument, path, allow_download)
     if directory is not None and any((directory / name).is_file() for name in FILES):
         return directory
     if tokenizer is None:

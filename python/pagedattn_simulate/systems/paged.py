@@ -206,7 +206,7 @@ class PagedSystem:
         for group in self._scheduler.not_steady():
             num_request_tokens = self._requests[group.request_id][0].num_tokens
             for sequence in group.sequences:
-                never += max(0, len(manager.tables[sequence]) * size - num_request_tokens)
+                never += max(0, len(manager.block_table(sequence)) * size - num_request_tokens)
         used = manager.num_used_slots() + self._steady.num_slots_behind() + num_steps * len(self._steady)
         taken = (manager.num_used_blocks + self._steady.num_blocks_for(1, num_steps)) * size
         internal = min(never, taken - used)

@@ -21,9 +21,11 @@ OF_LENGTHS = OF_KEYS | {"seq_lens": "seqused_k"}
 OF_TOKENS = OF_KEYS | {"first_blocks": "cu_seqlens_k", "end_blocks": "cu_seqlens_k", "seq_lens": "seqused_k"}
 OF_TOKENS |= {"max_num_blocks_per_seq": "max_seqlen_k"}
 OF_CACHES = NAMES | {"key_cache": "k_cache", "value_cache": "v_cache", "seq_lens": "cache_seqlens"}
-OF_CACHES |= dict.fromkeys(("positions", "first_positions"), "cache_seqlens")
-OF_CACHES |= {"start_loc": "cu_seqlens_k_new", "num_tokens": "rows of k"}
-OF_CACHES |= {"cos_sin_cache": "rotary_cos", "sin_cache": "rotary_sin"}
+OF_CACHES |= {"cached_lens": "cache_seqlens", "key_start_loc": "cu_seqlens_k_new"}
+OF_CACHES |= {"num_new_tokens": "rows of k", "num_tokens": "rows", "left_padding": "cache_leftpad"}
+OF_CACHES |= {"rotary_lens": "rotary_seqlens"}
+OF_PAGE_TABLES = OF_CACHES | {"block_tables": "page_table"}
+OF_BATCHES = OF_CACHES | dict.fromkeys(("block_tables", "first_blocks", "end_blocks"), "cache_batch_idx")
 
 
 def options_of(
@@ -40,18 +42,19 @@ def options_of(
     """Which tokens a row sees, and its logits, as keyword arguments of the attention ops. Those that the ops have by
     default are left out."""
     name = function.__name__
-    refuse_bools(name, softmax_scale=softmax_scale, softcap=softcap, attention_chunk=attention_chunk)
-    check_bool(name, "causal", causal)
-    if type(attention_chunk) is not int:
+    if type(softcap) is not float or type(attention_chunk) is not int or softmax_scale is not None:
+        refuse_bools(name, softmax_scale=softmax_scale, softcap=softcap, attention_chunk=attention_chunk)
         attention_chunk = to_int(name, "attention_chunk", attention_chunk)
+    if type(causal) is not bool:
+        check_bool(name, "causal", causal)
     try:
         left, right = window_size
     except (TypeError, ValueError):
-        raise ValueError(f"{function.__name__}: window_size: expected (left, right), got {window_size!r}") from None
+        raise ValueError(f"{name}: window_size: expected (left, right), got {window_size!r}") from None
     if type(left) is not int:
-        left = None if left is None else to_int(function.__name__, "window_size", left)
+        left = None if left is None else to_int(name, "window_size", left)
     if type(right) is not int:
-        right = None if right is None else to_int(function.__name__, "window_size", right)
+        right = None if right is None else to_int(name, "window_size", right)
     options: dict[str, Any] = {"scale": max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale}
     if left is not None and left >= 0:
         options["sliding_window"] = left + 1  # it counts the row's own token
@@ -64,6 +67,7 @@ def options_of(
     if sinks is not None:
         options["sinks"] = sinks
     if alibi_slopes is not None:
+        check_tensors(name, alibi_slopes=alibi_slopes)
         options["alibi_slopes"] = alibi_slopes[0] if alibi_slopes.shape[:-1] == (1,) else alibi_slopes.contiguous()
     if attention_chunk != 0:
         options["attention_chunk"] = attention_chunk
@@ -73,10 +77,9 @@ def options_of(
 def results_of(
     q: Tensor, attended: Tensor, lse: Tensor, out: Tensor | None, *, return_lse: bool, return_attn_probs: bool = False
 ) -> Any:
-    """What a function returns, of the op's [num_rows, num_heads, head_size] and [num_rows, num_heads]."""
-    if q.dim() == 4:  # sequences of one length
-        width = attended.shape[-1]
-        attended = attended.view_as(q) if width == q.shape[-1] else attended.view(*q.shape[:-1], width)
+    """What a function returns, of the op's results for `rows_of` q."""
+    if attended.dim() != q.dim():  # [num_rows, ...], of sequences of one length
+        attended = attended.view(*q.shape[:-1], attended.shape[-1])
     if out is not None:
         attended = out.copy_(attended)
     if not (return_lse or return_attn_probs):
@@ -86,9 +89,12 @@ def results_of(
 
 
 def rows_of(tensor: Tensor) -> Tensor:
-    """[..., num_heads, head_size] -> [num_rows, num_heads, head_size], each row contiguous."""
-    rows = tensor if tensor.dim() == 3 else tensor.flatten(0, -3)
-    return rows if rows.is_contiguous() or rows[:1].is_contiguous() else rows.contiguous()
+    """[..., num_heads, head_size] as it is if it is contiguous, otherwise [num_rows, num_heads, head_size], each row
+    contiguous."""
+    if tensor.is_contiguous():
+        return tensor
+    rows = tensor.flatten(0, -3)
+    return rows if rows[:1].is_contiguous() else rows.contiguous()
 
 
 def with_contiguous_heads(tensor: Tensor) -> Tensor:
@@ -107,37 +113,24 @@ def one_of(function: Callable[..., Any], **spellings: Tensor | None) -> tuple[st
     return first, found
 
 
-def sinks_of(function: Callable[..., Any], q: Tensor, **spellings: Tensor | None) -> Tensor | None:
-    """The sinks as the ops take them, fp32 [num_heads]."""
+def sinks_of(
+    function: Callable[..., Any], q: Tensor, names: dict[str, str], **spellings: Tensor | None
+) -> tuple[Tensor | None, dict[str, str]]:
+    """The sinks as the ops take them, fp32 [num_heads], and the names with what the caller calls them."""
     name, sinks = one_of(function, **spellings)
     if sinks is None:
-        return None
+        return None, names
+    check_tensors(function.__name__, **{name: sinks})
     if sinks.shape != (num_heads := q.shape[-2],):
         raise ValueError(f"{function.__name__}: {name}: expected shape [{num_heads}], got {list(sinks.shape)}")
-    return sinks.float().contiguous()
+    return sinks.float().contiguous(), names | {"sinks": name}
 
 
 def check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> None:
-    """The rank of queries, keys and values, and that the heads of queries are as wide as those of keys."""
-    widths = []
     for name, (tensor, rank) in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.dim() != rank:
             check_tensors(function.__name__, **{name: tensor})
             check_rank(function.__name__, name, tensor, rank)
-        widths.append(tensor.shape[-1])
-    if widths[0] != widths[1]:
-        message = f"expected heads of {widths[1]} elements, as the keys have, got {widths[0]}"
-        raise ValueError(f"{function.__name__}: q: {message}")
-
-
-def check_new(function: Callable[..., Any], k_cache: Tensor, v_cache: Tensor, **tensors: tuple[Tensor, int]) -> None:
-    """The rank of new keys and values, and that their heads are those of the caches."""
-    for (name, (tensor, rank)), cache in zip(tensors.items(), (k_cache, v_cache), strict=True):
-        if tensor.dim() != rank:
-            check_rank(function.__name__, name, tensor, rank)
-        if tensor.shape[-2:] != cache.shape[-2:]:
-            expected, got = list(cache.shape[-2:]), list(tensor.shape[-2:])
-            raise ValueError(f"{function.__name__}: {name}: expected heads {expected}, as in {name}_cache, got {got}")
 
 
 def check_out(function: Callable[..., Any], out: Tensor | None, q: Tensor, v: Tensor) -> None:

@@ -1,11 +1,11 @@
 """The attention ops with what flash-attn takes and the ops do not: heads of any width, scales by head, fp8 queries,
 rows that are not used.
 
-`prepare` and `append` turn such arguments into ones that the ops take, one kind after the other. Their errors are in
-the terms of the ops: `call_as` gives them those of the caller.
+`attend_pages` and `attend_ragged` turn such arguments into ones that the ops take, one kind after the other. Their
+errors are in the terms of the ops: `call_as` gives them those of the caller.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,16 @@ from ..ops._call import call, given
 Function = Callable[..., Any]
 Keys = tuple[Tensor, Tensor, Tensor, Tensor]  # key_cache, value_cache, block_tables, seq_lens
 
-Arguments = tuple[tuple[Tensor, ...], dict[str, Any]]  # of the op `paged_attention`, those without a name first
-Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # from (out, lse) to (out, lse)
-
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class NewTokens(NamedTuple):
+    """Keys and values that are written to the cache first, as `append_and_attend` takes them. starts: [num_seqs + 1],
+    where those of each sequence begin; None: each sequence has one."""
+
+    key: Tensor
+    value: Tensor
+    starts: Tensor | None
 
 
 class Extras(NamedTuple):
@@ -39,42 +45,47 @@ class Extras(NamedTuple):
 
 
 def attend_pages(
-    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
+    function: Function,
+    query: Tensor,
+    keys: Keys,
+    starts: Tensor | None,
+    options: dict[str, Any],
+    extras: Extras,
+    new: NewTokens | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`ops.paged_attention` of query, `keys`, query_start_loc and the options of `options_of`.
+    """`ops.paged_attention` of query, `keys`, query_start_loc and the options of `options_of`. With new tokens
+    `ops.append_and_attend`: seq_lens are the lengths without them.
 
     fp8 queries give bf16, as in FlashAttention-3. Rows that are not used give zeros and an lse of -inf.
     """
-    return attend_prepared(*prepare(function, query, keys, starts, options, extras))
-
-
-def attend_prepared(arguments: Arguments, steps: Sequence[Step]) -> tuple[Tensor, Tensor]:
-    tensors, options = arguments
-    out, lse = call("paged_attention", *tensors, **options)
-    for step in steps:
-        out, lse = step(out, lse)
-    return out, lse
-
-
-def prepare(
-    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
-) -> tuple[Arguments, Sequence[Step]]:
-    """The arguments of the op, and the steps from its results to those of `attend_pages`."""
     key_cache, value_cache, block_tables, seq_lens = keys
+    has_scales = extras.k_descale is not None or extras.v_descale is not None
     if extras.seqused_q is not None:
-        used, extras = extras.seqused_q, extras._replace(seqused_q=None)
-        return _of_used_rows(function, query, keys, starts, used, options, extras)
-    if query.dtype in FP8 or _scales_differ(extras):
-        return _scaled(function, query, keys, starts, options, extras)
+        return _of_used_rows(function, query, keys, starts, extras.seqused_q, options, extras._replace(seqused_q=None))
+    if query.dtype in FP8 or (has_scales and _scales_differ(extras)):
+        return _scaled(function, query.flatten(0, -3), keys, starts, options, extras, new)
     if not _are_of_op(key_cache, value_cache):
+        _check_widths(query, key_cache)
+        if new is not None:
+            _check_new_widths(new, key_cache, value_cache)
         width = _width_of_op(key_cache, value_cache)
-        keys = (_widened(key_cache, width), _widened(value_cache, width), block_tables, seq_lens)
-        arguments, steps = prepare(function, _widened(query, width), keys, starts, options, extras)
-        return arguments, [lambda out, lse: (out[..., : value_cache.shape[-1]].contiguous(), lse), *steps]
-    options = {**options, **_scales(function, extras)}
+        wide = _widened(key_cache, width), _widened(value_cache, width)
+        if new is not None:
+            new = NewTokens(_widened(new.key, width), _widened(new.value, width), new.starts)
+        keys = (*wide, block_tables, seq_lens)
+        out, lse = attend_pages(function, _widened(query, width), keys, starts, options, extras, new)
+        if new is not None:
+            key_cache.copy_(wide[0][..., : key_cache.shape[-1]])
+            value_cache.copy_(wide[1][..., : value_cache.shape[-1]])
+        return out[..., : value_cache.shape[-1]].contiguous(), lse
+    options = {**options, **_scales(function, extras)} if has_scales else options.copy()
     if starts is not None:
         options["query_start_loc"] = starts
-    return ((query, key_cache, value_cache, block_tables, seq_lens), options), ()
+    if new is None:
+        return call("paged_attention", query, *keys, **options)
+    if new.starts is not None:
+        options["key_start_loc"] = new.starts
+    return call("append_and_attend", query, new.key, new.value, *keys, **options)
 
 
 def attend_ragged(
@@ -83,39 +94,11 @@ def attend_ragged(
     """`ops.varlen_attention` with the options of `options_of`."""
     if _are_of_op(key, value):
         return call("varlen_attention", query, key, value, starts, key_starts, **options)
+    _check_widths(query, key)
     width = _width_of_op(key, value)
     wide_key, wide_value = _widened(key, width), _widened(value, width)
     out, lse = call("varlen_attention", _widened(query, width), wide_key, wide_value, starts, key_starts, **options)
     return out[..., : value.shape[-1]].contiguous(), lse
-
-
-def append(
-    function: Function,
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slots: Tensor,
-    starts: Tensor | None,
-    extras: Extras,
-) -> None:
-    """`ops.reshape_and_cache`. starts: [num_seqs + 1], where the new tokens of each sequence begin."""
-    if _scales_differ(extras):
-        k_scale = _by_row(function, "k_descale", extras.k_descale, starts, key, key.shape[1])
-        v_scale = _by_row(function, "v_descale", extras.v_descale, starts, value, value.shape[1])
-        if key_cache.dtype in FP8:
-            key, value = key.float() / k_scale, value.float() / v_scale
-        extras = extras._replace(k_descale=None, v_descale=None)
-    scales = _scales(function, extras)
-    if _are_of_op(key_cache, value_cache):
-        call("reshape_and_cache", key, value, key_cache, value_cache, slots, **scales)
-        return
-    width = _width_of_op(key_cache, value_cache)
-    wide_keys, wide_values = _widened(key_cache, width), _widened(value_cache, width)
-    new = _widened(key, width), _widened(value, width)
-    call("reshape_and_cache", *new, wide_keys, wide_values, slots, **scales)
-    key_cache.copy_(wide_keys[..., : key_cache.shape[-1]])
-    value_cache.copy_(wide_values[..., : value_cache.shape[-1]])
 
 
 def _check_batch(query: Tensor, keys: Keys, starts: Tensor | None) -> None:
@@ -161,6 +144,20 @@ def _width_of_op(keys: Tensor, values: Tensor) -> int:
     return -(-max(keys.shape[-1], values.shape[-1]) // unit) * unit
 
 
+def _check_widths(query: Tensor, keys: Tensor) -> None:
+    """What the op would check, and cannot see of widened heads."""
+    if query.shape[-1] != keys.shape[-1]:
+        expected = f"expected heads of {keys.shape[-1]} elements, as the keys have"
+        raise ValueError(f"paged_attention: query: {expected}, got {query.shape[-1]}")
+
+
+def _check_new_widths(new: NewTokens, key_cache: Tensor, value_cache: Tensor) -> None:
+    for name, tensor, cache in (("key", new.key, key_cache), ("value", new.value, value_cache)):
+        if tensor.shape[-1] != cache.shape[-1]:
+            expected = f"expected heads of {cache.shape[-1]} elements, as in {name}_cache"
+            raise ValueError(f"append_and_attend: {name}: {expected}, got {tensor.shape[-1]}")
+
+
 def _widened(tensor: Tensor, width: int) -> Tensor:
     """A copy with zeros behind each head. They change no product of queries and keys, and the results are cut."""
     return pad(tensor, (0, width - tensor.shape[-1]))
@@ -171,8 +168,6 @@ def _widened(tensor: Tensor, width: int) -> Tensor:
 
 def _scales(function: Function, extras: Extras) -> dict[str, Any]:
     """The scales of an fp8 cache that are given, as keyword arguments of the ops."""
-    if extras.k_descale is None and extras.v_descale is None:
-        return {}
     scales = {
         "k_scale": scale_tensor(function, "k_descale", extras.k_descale),
         "v_scale": scale_tensor(function, "v_descale", extras.v_descale),
@@ -186,28 +181,50 @@ def _scales_differ(extras: Extras) -> bool:
 
 
 def _scaled(
-    function: Function, query: Tensor, keys: Keys, starts: Tensor | None, options: dict[str, Any], extras: Extras
-) -> tuple[Arguments, Sequence[Step]]:
+    function: Function,
+    query: Tensor,
+    keys: Keys,
+    starts: Tensor | None,
+    options: dict[str, Any],
+    extras: Extras,
+    new: NewTokens | None,
+) -> tuple[Tensor, Tensor]:
     """With queries and results in fp32 that carry the scales: a scale of keys is one of queries just as well, and a
-    scale of values one of results. A cache that is not fp8 is not scaled."""
+    scale of values one of results. A cache that is not fp8 is not scaled.
+
+    query: [num_rows, num_heads, head_size].
+    """
     _check_batch(query, keys, starts)
     num_kv_heads = keys[0].shape[2]
     q_scale, k_scale, v_scale = (
         _by_row(function, name, getattr(extras, name), starts, query, num_kv_heads)
         for name in ("q_descale", "k_descale", "v_descale")
     )
+    if new is not None and _scales_differ(extras):
+        new = _scaled_new(function, keys[0], extras, new)
     extras = extras._replace(k_descale=None, v_descale=None)
     if keys[0].dtype not in FP8:
         if query.dtype in FP8:
             expected = f"{keys[0].dtype}, the dtype of the keys"
             raise TypeError(f"paged_attention: query: expected {expected}, got {query.dtype}")
-        return prepare(function, query, keys, starts, options, extras)
+        return attend_pages(function, query, keys, starts, options, extras, new)
+    options = options | {name: options[name].float() for name in ("rotary_cos", "rotary_sin") if name in options}
     scaled = query.float() * k_scale
     if query.dtype in FP8:
         scaled = scaled * q_scale
     dtype = torch.bfloat16 if query.dtype in FP8 else query.dtype
-    arguments, steps = prepare(function, scaled, keys, starts, options, extras)
-    return arguments, [*steps, lambda out, lse: ((out * v_scale).to(dtype), lse)]
+    out, lse = attend_pages(function, scaled, keys, starts, options, extras, new)
+    return (out * v_scale).to(dtype), lse
+
+
+def _scaled_new(function: Function, key_cache: Tensor, extras: Extras, new: NewTokens) -> NewTokens:
+    """The new tokens divided by the scales of an fp8 cache."""
+    key, value = new.key.flatten(0, -3), new.value.flatten(0, -3)
+    k_scale = _by_row(function, "k_descale", extras.k_descale, new.starts, key, key.shape[1])
+    v_scale = _by_row(function, "v_descale", extras.v_descale, new.starts, value, value.shape[1])
+    if key_cache.dtype not in FP8:
+        return new
+    return NewTokens(key.float() / k_scale, value.float() / v_scale, new.starts)
 
 
 def _by_row(
@@ -241,7 +258,7 @@ def _of_used_rows(
     used: Tensor,
     options: dict[str, Any],
     extras: Extras,
-) -> tuple[Arguments, Sequence[Step]]:
+) -> tuple[Tensor, Tensor]:
     """Of each sequence the first `used` rows, which are its last tokens."""
     _check_batch(query, keys, starts)
     num_rows = query.shape[0]
@@ -258,12 +275,8 @@ def _of_used_rows(
     sequence, place = sequences_of_rows(starts, num_rows)
     rows = (place < used[sequence]).nonzero()[:, 0]
     used_starts = pad(used.cumsum(0), (1, 0))
-    arguments, steps = prepare(function, query[rows], keys, used_starts, options, extras)
-
-    def among_all(used_out: Tensor, used_lse: Tensor) -> tuple[Tensor, Tensor]:
-        out = used_out.new_zeros(num_rows, *used_out.shape[1:])
-        lse = used_lse.new_full((num_rows, used_lse.shape[1]), -torch.inf)
-        out[rows], lse[rows] = used_out, used_lse
-        return out, lse
-
-    return arguments, [*steps, among_all]
+    used_out, used_lse = attend_pages(function, query[rows], keys, used_starts, options, extras)
+    out = used_out.new_zeros(num_rows, *used_out.shape[1:])
+    lse = used_lse.new_full((num_rows, used_lse.shape[1]), -torch.inf)
+    out[rows], lse[rows] = used_out, used_lse
+    return out, lse

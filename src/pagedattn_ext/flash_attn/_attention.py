@@ -1,6 +1,7 @@
 """The functions of flash-attn on the ops; `pagedattn_ext.flash_attn` says what they take."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,17 +9,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, expect_defaults, kept, refuse_gradients
+from .._adapters import call_as, expect_defaults, kept
 from .._index_checks import check_indices, num_seqs_of
-from ..ops._call import call, check_rank, to_int
+from ..ops._call import check_bool, check_tensors, to_int
 from ._arguments import (
+    OF_BATCHES,
     OF_CACHES,
     OF_KEYS,
     OF_LENGTHS,
     OF_OFFSETS,
+    OF_PAGE_TABLES,
     OF_TOKENS,
     WindowSize,
-    check_new,
     check_out,
     check_ranks,
     one_of,
@@ -28,7 +30,7 @@ from ._arguments import (
     sinks_of,
     with_contiguous_heads,
 )
-from ._attend import Extras, append, attend_pages, attend_prepared, attend_ragged, prepare
+from ._attend import Extras, Keys, NewTokens, attend_pages, attend_ragged
 
 
 def flash_attn_func(
@@ -82,21 +84,21 @@ def flash_attn_func(
         natural. With return_attn_probs (out, lse, an empty tensor), as flash-attn without dropout.
     """
     function = flash_attn_func
-    expect_defaults(function, dropout_p=dropout_p, qv=qv)
-    refuse_gradients(function, q=q, k=k, v=v, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux)
+    if dropout_p != 0 or qv is not None:
+        expect_defaults(function, dropout_p=dropout_p, qv=qv)
     check_ranks(function, q=(q, 4), k=(k, 4), v=(v, 4))
     check_out(function, out, q, v)
     batch, seqlen_k = k.shape[:2]
     if batch != q.shape[0]:
         raise ValueError(f"flash_attn_func: k: expected {q.shape[0]} sequences, as q has, got {batch}")
-    sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux)
+    sinks, names = sinks_of(function, q, OF_KEYS, learnable_sink=learnable_sink, s_aux=s_aux)
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, attention_chunk)
     extras = Extras(q_descale, k_descale, v_descale)
     if seqlen_k == 0:  # a page has at least one token
         k, v = (pad(tensor, (0, 0, 0, 0, 0, 1)) for tensor in (k, v))
     keys = with_contiguous_heads(k), with_contiguous_heads(v), *_sequences_as_pages(batch, seqlen_k, q.device)
     arguments = function, rows_of(q), keys, _starts(q, None), options, extras
-    attended, lse = call_as(function, OF_KEYS, attend_pages, *arguments)
+    attended, lse = call_as(function, names, attend_pages, *arguments)
     return results_of(q, attended, lse, out, return_lse=return_lse, return_attn_probs=return_attn_probs)
 
 
@@ -159,22 +161,21 @@ def flash_attn_varlen_func(
         return_lse.
     """
     function = flash_attn_varlen_func
-    expect_defaults(function, dropout_p=dropout_p, qv=qv)
-    refuse_gradients(
-        function, q=q, k=k, v=v, alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks
-    )
-    _, block_table = one_of(function, block_table=block_table, page_table=page_table)
+    if dropout_p != 0 or qv is not None:
+        expect_defaults(function, dropout_p=dropout_p, qv=qv)
+    if page_table is not None:
+        _, block_table = one_of(function, block_table=block_table, page_table=page_table)
     rank = 3 if block_table is None else 4
     check_ranks(function, q=(q, 3), k=(k, rank), v=(v, rank))
     check_out(function, out, q, v)
-    sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
+    names = OF_OFFSETS if seqused_k is None else OF_LENGTHS
+    if page_table is not None:
+        names = names | {"block_tables": "page_table"}
+    sinks, names = sinks_of(function, q, names, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, attention_chunk)
     extras = Extras(q_descale, k_descale, v_descale, seqused_q)
     return_lse = return_lse or return_softmax_lse
     num_seqs = num_seqs_of(function, "cu_seqlens_q", cu_seqlens_q)
-    names = OF_OFFSETS if seqused_k is None else OF_LENGTHS
-    if page_table is not None:
-        names = names | {"block_tables": "page_table"}
     if cu_seqlens_k is not None and (block_table is None or seqused_k is None):
         check_indices(function, "cu_seqlens_k", cu_seqlens_k, num_seqs + 1)
     if seqused_k is not None:
@@ -282,26 +283,22 @@ def flash_attn_with_kvcache(
         cu_seqlens_q [num_heads, total_q].
     """
     function = flash_attn_with_kvcache
-    expect_defaults(function, qv=qv)
-    refuse_gradients(
-        function, q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, rotary_cos=rotary_cos, rotary_sin=rotary_sin,
-        alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks,
-    )  # fmt: skip
-    _, block_table = one_of(function, block_table=block_table, page_table=page_table)
+    if qv is not None:
+        expect_defaults(function, qv=qv)
+    if page_table is not None:
+        _, block_table = one_of(function, block_table=block_table, page_table=page_table)
     check_ranks(function, q=(q, 4 if cu_seqlens_q is None else 3), k_cache=(k_cache, 4), v_cache=(v_cache, 4))
     check_out(function, out, q, v_cache)
-    names = OF_CACHES
-    query = rows_of(q)
     num_seqs = q.shape[0] if cu_seqlens_q is None else num_seqs_of(function, "cu_seqlens_q", cu_seqlens_q)
     if block_table is not None:
-        expect_defaults(function, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
-        if page_table is not None:
-            names = names | {"block_tables": "page_table"}
+        if cache_batch_idx is not None or cache_leftpad is not None:
+            expect_defaults(function, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+        names = OF_CACHES if page_table is None else OF_PAGE_TABLES
         if block_table.dim() != 2 or block_table.shape[0] != num_seqs:
             expected, got_shape = f"expected shape [{num_seqs}, *]", list(block_table.shape)
             raise ValueError(f"{function.__name__}: {names['block_tables']}: {expected}, got {got_shape}")
     else:  # each sequence of the cache is a page
-        names = names | {"block_tables": "cache_batch_idx"}
+        names = OF_BATCHES
         if cache_batch_idx is None:
             if num_seqs > k_cache.shape[0]:
                 expected, got = f"expected {num_seqs} sequences or more", k_cache.shape[0]
@@ -315,70 +312,32 @@ def flash_attn_with_kvcache(
     if not isinstance(cache_seqlens, Tensor):
         cache_seqlens = torch.full((num_seqs,), cache_seqlens, device=q.device)
     check_indices(function, "cache_seqlens", cache_seqlens, num_seqs)
-    sinks = sinks_of(function, q, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
+    sinks, names = sinks_of(function, q, names, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)
     options = options_of(function, q, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, attention_chunk)
-    extras = Extras(q_descale, k_descale, v_descale)
 
-    seq_lens, new = cache_seqlens, None
+    new = None
     if k is None or v is None:
         for name, tensor in (("k", k), ("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if tensor is not None:
                 raise ValueError(f"flash_attn_with_kvcache: {name}: expected None without both k and v, got a tensor")
     else:
         rank = 4 if cu_seqlens_k_new is None else 3
-        check_new(function, k_cache, v_cache, k=(k, rank), v=(v, rank))
+        check_ranks(function, k=(k, rank), v=(v, rank))
         if cu_seqlens_k_new is not None:
             check_indices(function, "cu_seqlens_k_new", cu_seqlens_k_new, num_seqs + 1)
         elif k.shape[0] != num_seqs:
             raise ValueError(f"flash_attn_with_kvcache: k: expected {num_seqs} sequences, as q has, got {k.shape[0]}")
-        key = rows_of(k)
-        batch_indices, positions = _positions(function, names, cache_seqlens, k, cu_seqlens_k_new)
-        page_size, num_pages = k_cache.shape[1], k_cache.shape[0]
-        place = {} if batch_indices is None else {"batch_indices": batch_indices}
-        in_pages = positions, block_table, page_size, num_pages
-        slots = call_as(function, names, call, "compute_slot_mapping", *in_pages, **place)
+        new = NewTokens(rows_of(k), rows_of(v), _starts(k, cu_seqlens_k_new))
         if rotary_cos is not None or rotary_sin is not None:
-            cos_sin = _cos_sin(function, rotary_cos, rotary_sin)
-            first, of_rotary = cache_seqlens, names
+            options |= _rotary_options(function, rotary_cos, rotary_sin, rotary_interleaved)
             if rotary_seqlens is not None:
                 check_indices(function, "rotary_seqlens", rotary_seqlens, num_seqs)
-                first = rotary_seqlens
-                of_rotary = names | dict.fromkeys(("positions", "first_positions"), "rotary_seqlens")
-                _, positions = _positions(function, of_rotary, first, k, cu_seqlens_k_new)
-            key = _rotated(function, of_rotary, key, positions, cos_sin, rotary_interleaved)
-            of_rotary = of_rotary | {"start_loc": "cu_seqlens_q", "num_tokens": "rows of q"}
-            sequence, positions = _positions(function, of_rotary, first, q, cu_seqlens_q)
-            if not causal and all(side is None or side < 0 for side in window_size):
-                positions = first if sequence is None else first[sequence]  # nothing orders the rows
-            query = _rotated(function, of_rotary, query, positions, cos_sin, rotary_interleaved)
-        new = key, rows_of(v), k_cache, v_cache, slots, _starts(k, cu_seqlens_k_new), extras
-        if cu_seqlens_k_new is None:
-            _, num_new = _sequences_as_pages(num_seqs, k.shape[1], q.device)
-        else:
-            num_new = cu_seqlens_k_new.diff()
-        seq_lens = cache_seqlens + num_new
+                options["rotary_lens"] = rotary_seqlens
 
-    if cache_leftpad is not None:
-        check_indices(function, "cache_leftpad", cache_leftpad, num_seqs)
-        block_table = _tables_behind_padding(function, names, block_table[:, 0], k_cache, seq_lens, cache_leftpad)
-        seq_lens = seq_lens - cache_leftpad
-    starts = _starts(q, cu_seqlens_q)
-
-    def prepared() -> Any:
-        caches = (k_cache, v_cache) if cache_leftpad is None else _tokens_as_pages(k_cache, v_cache)
-        return prepare(function, query, (*caches, block_table, seq_lens), starts, options, extras)
-
-    def attend() -> tuple[Tensor, Tensor]:
-        arguments, steps = prepared()
-        if new is not None:
-            tensors, of_op = arguments
-            call("check_paged_attention", *tensors, **of_op)
-            append(function, *new)
-            if tensors[1] is not k_cache:  # but what may be a copy from before
-                arguments, steps = prepared()
-        return attend_prepared(arguments, steps)
-
-    attended, lse = call_as(function, names, attend)
+    extras = Extras(q_descale, k_descale, v_descale)
+    batch = rows_of(q), (k_cache, v_cache, block_table, cache_seqlens), _starts(q, cu_seqlens_q)
+    attend = attend_pages if cache_leftpad is None else partial(_attend_behind_padding, cache_leftpad)
+    attended, lse = call_as(function, names, attend, function, *batch, options, extras, new)
     return results_of(q, attended, lse, out, return_lse=return_lse or return_softmax_lse)
 
 
@@ -408,76 +367,50 @@ def _starts_of_equal(batch: int, seqlen: int, device: torch.device) -> Tensor:
     return torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=device)
 
 
-def _positions(
-    function: Callable[..., Any], names: dict[str, str], first: Tensor, rows: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """The sequence and the position of each row, in sequences whose first rows stand at `first` [batch]. Without
-    cu_seqlens rows are [batch, seqlen, ...]. The sequences are None if row i is of sequence i."""
-    if cu_seqlens is None and rows.shape[1] == 1:
-        return None, first
-    num_rows = rows.shape[0] if cu_seqlens is not None else rows.shape[0] * rows.shape[1]
-    sequences, positions = call_as(function, names, ops.batch_positions, cu_seqlens, first, num_rows)
-    return sequences, positions
-
-
-def _tables_behind_padding(
-    function: Callable[..., Any],
-    names: dict[str, str],
-    cache_batch_idx: Tensor,
-    k_cache: Tensor,
-    seq_lens: Tensor,
+def _attend_behind_padding(
     cache_leftpad: Tensor,
-) -> Tensor:
-    """Block tables of the tokens behind the padding of each sequence, for caches whose tokens are pages."""
-    num_sequences, num_slots = k_cache.shape[:2]
-    first = cache_batch_idx * num_slots
-    names = names | {"left_padding": "cache_leftpad"}
-    names |= dict.fromkeys(("first_blocks", "end_blocks"), names["block_tables"])
-    return call_as(
-        function,
-        names,
-        ops.consecutive_block_tables,
-        first,
-        first + num_slots,
-        seq_lens,
-        num_slots,
-        num_sequences * num_slots,
-        left_padding=cache_leftpad,
-    )
-
-
-def _tokens_as_pages(k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
-    return k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
-
-
-def _cos_sin(
-    function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin: Tensor | None
+    function: Callable[..., Any],
+    query: Tensor,
+    keys: Keys,
+    starts: Tensor | None,
+    options: dict[str, Any],
+    extras: Extras,
+    new: NewTokens | None,
 ) -> tuple[Tensor, Tensor]:
-    """The two as `ops.rotary_embedding` takes them."""
+    """`attend_pages` without the first cache_leftpad [batch] tokens of each sequence of a cache, whose sequences are a
+    page each."""
+    k_cache, v_cache, cache_batch_idx, cache_seqlens = keys
+    num_sequences, num_slots = k_cache.shape[:2]
+    check_indices(function, "cache_leftpad", cache_leftpad, cache_seqlens.shape[0])
+    seq_lens = cache_seqlens
+    if new is not None:
+        seq_lens = seq_lens + (1 if new.starts is None else new.starts.diff())
+    # Tokens are pages. A copy, as of sequences that do not lie side by side, is copied back.
+    caches = k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
+    first = cache_batch_idx[:, 0] * num_slots
+    end = first + num_slots
+    tables = ops.consecutive_block_tables(
+        first, end, seq_lens, num_slots, num_sequences * num_slots, left_padding=cache_leftpad
+    )
+    keys = (*caches, tables, cache_seqlens - cache_leftpad)
+    if "rotary_cos" in options:  # positions count the padding
+        options = {"rotary_lens": cache_seqlens, **options}
+    result = attend_pages(function, query, keys, starts, options, extras, new)
+    for cache, tokens in zip((k_cache, v_cache), caches, strict=True):
+        if new is not None and cache.stride(0) != num_slots * cache.stride(1):
+            cache.copy_(tokens.view_as(cache))
+    return result
+
+
+def _rotary_options(
+    function: Callable[..., Any], rotary_cos: Tensor | None, rotary_sin: Tensor | None, interleaved: bool
+) -> dict[str, Any]:
+    """The two as keyword arguments of `append_and_attend`."""
     if rotary_cos is None or rotary_sin is None:
         missing, given = ("rotary_cos", "rotary_sin") if rotary_cos is None else ("rotary_sin", "rotary_cos")
         raise ValueError(f"{function.__name__}: {missing}: expected a tensor beside {given}, got None")
-    check_rank(function.__name__, "rotary_cos", rotary_cos, 2)
-    if rotary_sin.shape != rotary_cos.shape:
-        expected, got = list(rotary_cos.shape), list(rotary_sin.shape)
-        raise ValueError(f"{function.__name__}: rotary_sin: expected shape {expected}, as rotary_cos has, got {got}")
-    if rotary_sin.dtype != rotary_cos.dtype:
-        raise TypeError(
-            f"{function.__name__}: rotary_sin: expected {rotary_cos.dtype}, as rotary_cos has, got {rotary_sin.dtype}"
-        )
-    return rotary_cos.contiguous(), rotary_sin.contiguous()
-
-
-def _rotated(
-    function: Callable[..., Any],
-    names: dict[str, str],
-    rows: Tensor,
-    positions: Tensor,
-    cos_sin: tuple[Tensor, Tensor],
-    interleaved: bool,
-) -> Tensor:
-    rotated = rows.clone()
-    cos, sin = cos_sin
-    arguments = positions.long(), rotated, None, rows.shape[-1], cos, not interleaved
-    call_as(function, names, ops.rotary_embedding, *arguments, sin_cache=sin)
-    return rotated
+    check_tensors(function.__name__, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    check_bool(function.__name__, "rotary_interleaved", interleaved)
+    return {
+        "rotary_cos": rotary_cos.contiguous(), "rotary_sin": rotary_sin.contiguous(), "rotary_is_neox": not interleaved,
+    }  # fmt: skip

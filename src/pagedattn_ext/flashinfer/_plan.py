@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._adapters import refuse_bools, window_of
+from .._adapters import kept, refuse_bools, window_of
 from .._index_checks import check_result
 from ..ops._call import given
 from ._positions import POS_ENCODING_MODES, alibi_slopes
@@ -20,6 +20,13 @@ Dtype = str | torch.dtype
 NAMES = {"query": "q", "key": "k", "value": "v", "key_cache": "paged_kv_cache", "value_cache": "paged_kv_cache"}
 NAMES |= {"scale": "sm_scale", "sliding_window": "window_left", "softcap": "logits_soft_cap"}
 NAMES |= {"query_start_loc": "qo_indptr", "key_start_loc": "kv_indptr"}
+
+
+@kept
+def _log2_of_e(device: torch.device) -> Tensor:
+    """In a tensor, because torch makes one of a float at each call."""
+    return torch.full((), math.log2(math.e), dtype=torch.float32, device=device)
+
 
 LSE_BASES, LSE_LAYOUTS = ("log2", "ln"), ("NH", "HN")
 
@@ -45,6 +52,7 @@ class Plan:
     rope_scale: float | None = None
     rope_theta: float | None = None
     o_data_type: Dtype | None = None  # of the results; None: that of the queries
+    _options: dict[str, Any] = field(init=False)  # of the ops, those that the plan alone says
 
     def __post_init__(self) -> None:
         refuse_bools(self.function, sm_scale=self.sm_scale, logits_soft_cap=self.logits_soft_cap)
@@ -62,6 +70,11 @@ class Plan:
         if isinstance(self.o_data_type, str) and not isinstance(getattr(torch, self.o_data_type, None), torch.dtype):
             raise refusal(self.function, "o_data_type", "a dtype of torch, or its name", repr(self.o_data_type))
 
+        scale = self.query_shape[1] ** -0.5 if self.sm_scale is None else self.sm_scale
+        options = {"scale": scale, "causal": self.causal, "softcap": self.logits_soft_cap or 0.0}
+        window = given({"sliding_window": window_of(self.window_left)})
+        object.__setattr__(self, "_options", options | window)
+
     @property
     def biases_future(self) -> bool:
         """Whether rows see keys after their own with ALiBi. FlashInfer's bias goes on to grow there, while that of the
@@ -72,23 +85,19 @@ class Plan:
         self, function: Callable[..., Any], q_scale: Scale, k_scale: Scale, sinks: Tensor | None, device: torch.device
     ) -> dict[str, Any]:
         """Keyword arguments of the attention ops. Those that are None are left out."""
-        scale = self.query_shape[1] ** -0.5 if self.sm_scale is None else self.sm_scale
+        if q_scale is None and k_scale is None and sinks is None and self.pos_encoding_mode != "ALIBI":
+            return self._options
+        scale = self._options["scale"]
         if q_scale is not None:
             scale *= one_factor(function, "q_scale", q_scale)
         if k_scale is not None:
             scale *= one_factor(function, "k_scale", k_scale)
-        optional = {
-            "sliding_window": window_of(self.window_left),
-            "alibi_slopes": alibi_slopes(self.query_shape[0], device) if self.pos_encoding_mode == "ALIBI" else None,
-            "sinks": sinks,
-        }
-        return {"scale": scale, "causal": self.causal, "softcap": self.logits_soft_cap or 0.0, **given(optional)}
+        slopes = alibi_slopes(self.query_shape[0], device) if self.pos_encoding_mode == "ALIBI" else None
+        return {**self._options, "scale": scale, **given({"alibi_slopes": slopes, "sinks": sinks})}
 
     def check_tensors(self, function: Callable[..., Any], **tensors: Tensor) -> None:
         """tensors: queries, keys and values, under the function's names."""
         shapes = self.query_shape, self.key_shape, self.value_shape
-        if tuple(tensor.shape[1:] for tensor in tensors.values()) == shapes:
-            return
         for (name, tensor), shape in zip(tensors.items(), shapes, strict=True):
             if tensor.shape[1:] != shape:
                 planned = ", ".join(map(str, ("*", *shape)))
@@ -133,5 +142,5 @@ def results_of(
     attended = attended if out is None else out.copy_(attended)
     if not return_lse:
         return attended
-    result = natural_lse if lse_base == "ln" else natural_lse.mul_(math.log2(math.e))
+    result = natural_lse if lse_base == "ln" else natural_lse.mul_(_log2_of_e(natural_lse.device))
     return attended, result if lse is None else lse.copy_(result)

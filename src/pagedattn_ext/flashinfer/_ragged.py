@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from .. import ops
 from .._adapters import call_as, sequences_of_rows
+from ..ops._call import call
 from ._mask import Mask, visible_keys
 from ._plan import Plan, refusal
 from ._positions import Rotation
@@ -93,7 +94,7 @@ def attend_ragged(
     def attend(values: Tensor) -> Any:
         if batch.visible is None:
             starts = batch.query_starts, batch.key_starts
-            return call_as(function, names, ops.varlen_attention, q, k, values, *starts, **options)
+            return call_as(function, names, call, "varlen_attention", q, k, values, *starts, **options)
         # Each row is a sequence of its own, in pages of one token.
         rows = options | {"causal": True, "sliding_window": None}
         return call_as(function, names, ops.paged_attention, q, k[:, None], values[:, None], *batch.visible, **rows)

@@ -1,7 +1,7 @@
 """What FlashInfer's wrappers share."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -81,8 +81,8 @@ class Wrapper:
 
     def _replace_options(self, **options: Any) -> None:
         """What the older `forward` does before it runs: its options replace the plan's."""
-        options = vars(self._plan) | {"function": type(self).forward} | options
-        self._set_plan(self._new_plan(**options), self._mask)
+        of_plan = {field.name: getattr(self._plan, field.name) for field in fields(Plan) if field.init}
+        self._set_plan(self._new_plan(**of_plan | {"function": type(self).forward} | options), self._mask)
 
     def _plan_and_sinks(
         self, function: Callable[..., Any], args: tuple[Any, ...], sinks: Tensor | None, window_left: int | None = None

@@ -140,9 +140,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             out, like q; with return_lse (out, lse), lse fp32 [batch * q_len_per_req, num_qo_heads] in base 2.
         """
         run = type(self).run
-        expect_defaults(
-            run, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf
-        )
+        if skip_softmax_threshold_scale_factor is not None or kv_cache_sf is not None:
+            skip = {"skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor}
+            expect_defaults(run, **skip, kv_cache_sf=kv_cache_sf)
         plan, sinks = self._plan_and_sinks(run, args, sinks, window_left)
         if q_len_per_req not in (None, self._q_len_per_req):
             raise refusal(run, "q_len_per_req", f"{self._q_len_per_req}, as planned", q_len_per_req)
@@ -278,4 +278,5 @@ def single_decode_with_kv_cache(
         rope_scale=rope_scale,
         rope_theta=rope_theta,
     )
-    return results_of(single_decode_with_kv_cache, out[0], lse[0], v_scale, None, None, return_lse)
+    lse = lse[0] if return_lse else lse
+    return results_of(single_decode_with_kv_cache, out[0], lse, v_scale, None, None, return_lse)

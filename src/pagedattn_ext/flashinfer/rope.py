@@ -20,14 +20,18 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, kept, refuse_bools
+from .._adapters import call_as, is_recorded, kept, refuse_bools
 from .._index_checks import check_indices
 from ..ops._call import call, check_bool, check_rank, check_tensors, to_int
 from .page import check_layout, pages_of, write_slots
 
 Function = Callable[..., Any]
 
-NAMES = {"query": "q", "key": "k"}  # what the functions without a cache call the arguments of the op
+FIRST_TABLE, LARGEST_TABLE = 2**10, 2**16  # positions whose cosines and sines are kept
+
+# What the functions without a cache call the arguments of the ops.
+NAMES = {"query": "q", "key": "k"}
+RAGGED_NAMES = {"start_loc": "indptr", "first_positions": "offsets"}
 
 # ---- from positions --------------------------------------------------------------------------------------------------
 
@@ -188,14 +192,18 @@ def apply_llama31_rope_pos_ids_inplace(
 def _ragged_positions(function: Function, q: Tensor, indptr: Tensor, offsets: Tensor) -> Tensor:
     """The position of each row of q, int64 [nnz]."""
     check_tensors(function.__qualname__, q=q)
-    names = {"start_loc": "indptr", "first_positions": "offsets"}
-    positions: Tensor = call_as(function, names, ops.batch_positions, indptr, offsets, len(q))[1]
+    positions: Tensor = call_as(function, RAGGED_NAMES, call, "batch_positions", indptr, offsets, q.shape[0])[1]
     return positions
 
 
 def _copies(function: Function, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     check_tensors(function.__qualname__, q=q, k=k)
-    return q.clone(memory_format=torch.contiguous_format), k.clone(memory_format=torch.contiguous_format)
+    return _copy(q), _copy(k)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """Contiguous."""
+    return tensor.clone() if tensor.is_contiguous() else tensor.contiguous()
 
 
 def _rotate(
@@ -216,15 +224,46 @@ def _rotate(
     num_rows, _, head_dim = q.shape
     check_indices(function, "pos_ids", positions, num_rows)
     check_bool(function.__qualname__, "interleave", interleave)
-    phases, frequencies = _waves(function, head_dim, rotary_dim, rope_scale, rope_theta, passage, q.device)
-    cos_sin = torch.addr(phases, positions.double(), frequencies).cos_().float()
-    rows = torch.arange(num_rows, device=q.device)
+    angles = _angles(function, head_dim, rotary_dim, rope_scale, rope_theta, passage, q.device)
+    if q.is_cpu and not is_recorded(q.device):  # on a CPU the op sees whether its table has all positions
+        try:
+            call("rotary_embedding", positions.long(), q, k, head_dim, angles.table, not interleave)
+            return q, k
+        except (ValueError, TypeError, RuntimeError):  # what else may be wrong is said below, in the function's words
+            angles.grow(positions)
+    rows, cos_sin = torch.arange(num_rows, device=q.device), angles.of(positions)
     call_as(function, NAMES, call, "rotary_embedding", rows, q, k, head_dim, cos_sin, not interleave)
     return q, k
 
 
+class _Angles:
+    """Of position p the cosines of rotary_dim / 2 pairs, then the sines, as cos(phases + p * frequencies)."""
+
+    def __init__(self, phases: Tensor, frequencies: Tensor) -> None:
+        """fp64 [rotary_dim] each."""
+        self._phases, self._frequencies = phases, frequencies
+        self._table: Tensor | None = None
+
+    def of(self, positions: Tensor) -> Tensor:
+        """fp32 [num_positions, rotary_dim]."""
+        return torch.addr(self._phases, positions, self._frequencies).cos_().float()
+
+    @property
+    def table(self) -> Tensor:
+        """Of the positions from 0 on."""
+        if self._table is None:
+            self._table = self.of(torch.arange(FIRST_TABLE))
+        return self._table
+
+    def grow(self, positions: Tensor) -> None:
+        """For later calls, if positions are beyond the table, and a table of them takes 2 ** 16 rows at most."""
+        largest = int(positions.max()) if positions.numel() > 0 else 0
+        if len(self.table) <= largest < LARGEST_TABLE:
+            self._table = self.of(torch.arange(2 ** largest.bit_length()))
+
+
 @kept
-def _waves(
+def _angles(
     function: Function,
     head_dim: int,
     rotary_dim: int | None,
@@ -232,9 +271,8 @@ def _waves(
     rope_theta: float,
     passage: tuple[float, float, float] | None,
     device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """(phases, frequencies), fp64 [rotary_dim]: cos(phases + p * frequencies) are the cosines of position p, then its
-    sines. Checks the function's arguments of which they are made."""
+) -> _Angles:
+    """Checks the function's arguments of which they are made."""
     rotary_dim = head_dim if rotary_dim is None else to_int(function.__qualname__, "rotary_dim", rotary_dim)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
@@ -250,7 +288,7 @@ def _waves(
     frequencies = torch.lerp(frequencies / rope_scale, frequencies, unscaled).repeat(2)
     phases = torch.zeros_like(frequencies)
     phases[rotary_dim // 2 :] = -math.pi / 2
-    return phases, frequencies
+    return _Angles(phases, frequencies)
 
 
 def _check_scales(function: Function, passage: tuple[float, float, float] | None, **scales: float) -> None:

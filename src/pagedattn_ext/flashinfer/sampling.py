@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor
 
 from .. import ops
-from .._adapters import call_as
+from .._adapters import call_as, kept
 
 Seed = Tensor | int | None
 
@@ -266,7 +266,7 @@ def _seeds(
             f"{function.__name__}: offset: expected {type(seed).__name__}, as seed and offset must both be tensors or "
             f"both be scalars, got {type(offset).__name__}"
         )
-    return _signed(seed), 0 if offset is None else _signed(offset)
+    return _signed(seed), _one(0, torch.int64, rows.device) if offset is None else _signed(offset)
 
 
 def _signed(seed: Tensor | int) -> Tensor | int:
@@ -295,18 +295,25 @@ def _top_k_top_p(
 
 def _floats_of_rows(function: Callable[..., Any], name: str, value: Tensor | float | None, rows: Tensor) -> Any:
     if not isinstance(value, Tensor):
-        return value
+        return _one(value, torch.float32, rows.device) if type(value) is float else value
     _check_rows(function, name, value, rows)
     return value.float()
 
 
 def _ints_of_rows(function: Callable[..., Any], name: str, value: Tensor | int, rows: Tensor) -> Any:
     if not isinstance(value, Tensor):
-        return value
+        is_small = type(value) is int and abs(value) < 2**63
+        return _one(value, torch.int64, rows.device) if is_small else value
     _check_rows(function, name, value, rows)
     if value.is_floating_point():
         raise TypeError(f"{function.__name__}: {name}: expected a tensor of ints, got {value.dtype}")
     return value if value.dtype == torch.int32 else value.long()
+
+
+@kept
+def _one(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The number of all rows, as the ops take it."""
+    return torch.full((1,), value, dtype=dtype, device=device)
 
 
 def _check_rows(function: Callable[..., Any], name: str, value: Tensor, rows: Tensor) -> None:

@@ -44,7 +44,7 @@ RuntimeError with the same text, and the type behind: "... (ValueError)".
 from ._call import refuse_negated_outputs
 from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh_and_mul, mul_and_silu, silu_and_mul
 from .attention import (
-    check_paged_attention,
+    append_and_attend,
     merge_attn_states,
     mla_attention,
     paged_attention,
@@ -66,6 +66,9 @@ from .cache import (
 from .collectives import all_gather_shared, all_reduce_shared
 from .layernorm import fused_add_rms_norm, gemma_fused_add_rms_norm, gemma_rms_norm, layer_norm, rms_norm
 from .linear import (
+    grouped_linear_int4,
+    grouped_linear_int8,
+    grouped_linear_packed,
     linear_int4,
     linear_int8,
     linear_packed,
@@ -89,11 +92,11 @@ from .state import causal_conv1d, gated_delta_rule, selective_scan
 __all__ = [
     "all_gather_shared",
     "all_reduce_shared",
+    "append_and_attend",
     "apply_token_bitmask",
     "batch_positions",
     "causal_conv1d",
     "chain_speculative_sampling",
-    "check_paged_attention",
     "compute_slot_mapping",
     "concat_and_cache_mla",
     "consecutive_block_tables",
@@ -108,6 +111,9 @@ __all__ = [
     "gelu_tanh_and_mul",
     "gemma_fused_add_rms_norm",
     "gemma_rms_norm",
+    "grouped_linear_int4",
+    "grouped_linear_int8",
+    "grouped_linear_packed",
     "layer_norm",
     "linear_int4",
     "linear_int8",

@@ -8,20 +8,24 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pagedattn_ext import _C
+
 SEVERAL_DEVICES = "the tensors are on several devices"
 MAYBE_ON_CPU = ("k_scale", "v_scale", "block_mapping")  # wherever the other tensors are
 
-raw_ops = torch.ops.pagedattn_ext
+NAMESPACE = _C.op_namespace
+raw_ops = getattr(torch.ops, NAMESPACE)
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a raw op and gives its errors the Python types that `pagedattn_ext.ops` promises."""
+    """Calls a raw op and gives its errors the Python types that `pagedattn_ext.ops` promises. Each op has one overload,
+    by whose name torch need not choose."""
     op = getattr(raw_ops, name)
     has_tangents = forward_ad._current_level >= 0
     if has_tangents or (torch.is_grad_enabled() and _any_requires_grad((*args, *kwargs.values()))):
         _refuse_derivatives(op, args, kwargs)
     try:
-        return op(*args, **kwargs)
+        return op.default(*args, **kwargs)
     except RuntimeError as error:
         raise_as_marked(error)
         if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in str(error):
@@ -42,7 +46,7 @@ def raise_as_marked(error: RuntimeError) -> None:
         mark = f" ({marked.__name__})"
         if message.endswith(mark):
             raise marked(message.removesuffix(mark)) from None
-    if message.startswith("pagedattn_ext::") and "Expected a value of type" in message:
+    if message.startswith(f"{NAMESPACE}::") and "Expected a value of type" in message:
         raise TypeError(message) from None
 
 
@@ -177,11 +181,11 @@ def _kernel_for_negated(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-_library = torch.library.Library("pagedattn_ext", "IMPL")  # type: ignore[no-untyped-call]
+_library = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
 
 
 def refuse_negated_outputs(names: list[str]) -> None:
     """Register `_kernel_for_negated` for the raw ops of these names."""
     for name in names:
-        kernel = _kernel_for_negated(getattr(torch.ops.pagedattn_ext, name))
+        kernel = _kernel_for_negated(getattr(getattr(torch.ops, NAMESPACE), name))
         _library.impl(name, kernel, "Negative")  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._call import (
     MAYBE_ON_CPU,
+    NAMESPACE,
     call,
     check_bool,
     check_one_device,
@@ -159,7 +160,7 @@ def _bound_of_lengths(op: str, max_seq_len: int | None, num_slots: int) -> int:
 
 
 def _default_scale(query: Tensor) -> float:
-    return max(query.shape[-1], 1) ** -0.5  # the op refuses heads without elements
+    return max((query.shape or (0,))[-1], 1) ** -0.5  # the op refuses heads without elements
 
 
 def paged_attention(
@@ -194,7 +195,8 @@ def paged_attention(
     chunks (on CUDA, cutting a prompt in another way may change the last bits).
 
     Args:
-        query: [num_tokens, num_heads, head_size], any stride in dimension 0.
+        query: [num_tokens, num_heads, head_size], any stride in dimension 0; or [num_seqs, rows_per_seq, num_heads,
+            head_size].
         key_cache, value_cache, block_tables, seq_lens: as in `paged_attention_v1`. Blocks that no row sees (before the
             sliding window or the chunk) may have any id.
         query_start_loc: int32 or int64 [num_seqs + 1], from 0 to num_tokens; default one row a sequence.
@@ -212,27 +214,45 @@ def paged_attention(
         attention_chunk: a row sees tokens of its own chunk of so many alone, as in Llama 4; default 0, no chunks.
 
     Returns:
-        out [num_tokens, num_heads, head_size] and lse, fp32 [num_tokens, num_heads]: the natural log of the sum of
-        the exponentials of a row's logits.
+        out, like query, and lse, fp32 without query's last dimension: the natural log of the sum of the exponentials
+        of a row's logits.
     """
-    return _call_ragged(
-        "paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
-        scale, softcap, causal, attention_chunk, kv_cache_dtype, max_seq_len, query_start_loc=query_start_loc,
-        alibi_slopes=alibi_slopes, sliding_window=sliding_window, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-        right_window=right_window,
+    op = "paged_attention"
+    refuse_bools(op, scale=scale, softcap=softcap)
+    check_bool(op, "causal", causal)
+    if scale is None:
+        check_tensors(op, query=query)
+        scale = _default_scale(query)
+    if max_seq_len is not None:
+        check_tensors(op, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
+        check_rank(op, "value_cache", value_cache, 4)
+        check_rank(op, "block_tables", block_tables, 2)
+        num_slots = block_tables.shape[1] * _kv_heads_and_block_size(key_cache, value_cache)[1]
+        max_seq_len = _bound_of_lengths(op, max_seq_len, num_slots)
+    optional = {
+        "query_start_loc": query_start_loc, "max_seq_len": max_seq_len, "alibi_slopes": alibi_slopes,
+        "sliding_window": sliding_window, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale,
+        "right_window": right_window,
+    }  # fmt: skip
+    return call(
+        op, query, key_cache, value_cache, block_tables, seq_lens,
+        scale=scale, softcap=softcap, kv_cache_dtype=kv_cache_dtype, causal=causal, attention_chunk=attention_chunk,
+        **given(optional),
     )  # fmt: skip
 
 
-def check_paged_attention(
+def append_and_attend(
     query: Tensor,
+    key: Tensor,
+    value: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
-    seq_lens: Tensor,
+    cached_lens: Tensor,
     *,
     query_start_loc: Tensor | None = None,
+    key_start_loc: Tensor | None = None,
     scale: float | None = None,
-    max_seq_len: int | None = None,
     alibi_slopes: Tensor | None = None,
     sliding_window: int | None = None,
     softcap: float = 0.0,
@@ -243,52 +263,50 @@ def check_paged_attention(
     causal: bool = True,
     right_window: int | None = None,
     attention_chunk: int = 0,
-) -> None:
-    """Raises what `paged_attention` would raise with these arguments, and computes nothing.
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_is_neox: bool = True,
+    rotary_lens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A step of a layer: keys and values of new tokens are written to the end of their sequences in the cache, and
+    `paged_attention` is computed over the cache with them. All is checked before anything is written.
 
-    For a step that writes new tokens into the cache and attends then: called before anything is written, with the
-    lengths that the sequences have then, this function finds what is wrong with the attention to come.
+    With rotary_cos and rotary_sin, copies of the queries and of the new keys are rotated first, as `rotary_embedding`
+    does. New key j of a sequence stands at position cached_lens + j, and row i at cached_lens + i, or at cached_lens if
+    the rows are neither causal nor in a window.
+
+    Args:
+        query: [num_tokens, num_heads, head_size], or [num_seqs, rows_per_seq, num_heads, head_size].
+        key, value: [num_new_tokens, num_kv_heads, head_size], or [num_seqs, tokens_per_seq, num_kv_heads, head_size].
+        key_cache, value_cache: see the module; updated.
+        block_tables: with room for the new tokens. No two sequences have a block in common that new tokens go to.
+        cached_lens: int32 or int64 [num_seqs], tokens in the cache before.
+        key_start_loc: int32 or int64 [num_seqs + 1], where the new tokens of each sequence begin, from 0 to
+            num_new_tokens; default equally many tokens for each sequence.
+        rotary_cos, rotary_sin: [max_position, rot_dim / 2] each, fp32 or of query's dtype.
+        rotary_is_neox: is_neox of `rotary_embedding`.
+        rotary_lens: int32 or int64 [num_seqs], in place of cached_lens for the positions.
+        The other arguments are those of `paged_attention`; k_scale and v_scale are also those of `reshape_and_cache`.
+
+    Returns:
+        out, like query, and lse, fp32, without the last dimension.
     """
-    _call_ragged(
-        "check_paged_attention", query, key_cache, value_cache, block_tables, seq_lens,
-        scale, softcap, causal, attention_chunk, kv_cache_dtype, max_seq_len, query_start_loc=query_start_loc,
-        alibi_slopes=alibi_slopes, sliding_window=sliding_window, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
-        right_window=right_window,
-    )  # fmt: skip
-
-
-def _call_ragged(
-    op: str,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    scale: float | None,
-    softcap: float,
-    causal: bool,
-    attention_chunk: int,
-    kv_cache_dtype: str,
-    max_seq_len: int | None,
-    **optional: Any,
-) -> Any:
-    """Calls `paged_attention`, or the op that checks its arguments, with the arguments that are given."""
+    op = "append_and_attend"
     refuse_bools(op, scale=scale, softcap=softcap)
+    check_bool(op, "causal", causal)
+    check_bool(op, "rotary_is_neox", rotary_is_neox)
     if scale is None:
         check_tensors(op, query=query)
-        check_rank(op, "query", query, 3)
         scale = _default_scale(query)
-    check_bool(op, "causal", causal)
-    if max_seq_len is not None:
-        check_tensors(op, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
-        check_rank(op, "value_cache", value_cache, 4)
-        check_rank(op, "block_tables", block_tables, 2)
-        num_slots = block_tables.shape[1] * _kv_heads_and_block_size(key_cache, value_cache)[1]
-        optional["max_seq_len"] = _bound_of_lengths(op, max_seq_len, num_slots)
+    optional = {
+        "query_start_loc": query_start_loc, "key_start_loc": key_start_loc, "alibi_slopes": alibi_slopes,
+        "sliding_window": sliding_window, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale,
+        "right_window": right_window, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_lens": rotary_lens,
+    }  # fmt: skip
     return call(
-        op, query, key_cache, value_cache, block_tables, seq_lens,
-        scale=scale, softcap=softcap, causal=causal, attention_chunk=attention_chunk, kv_cache_dtype=kv_cache_dtype,
-        **given(optional),
+        op, query, key, value, key_cache, value_cache, block_tables, cached_lens,
+        scale=scale, softcap=softcap, kv_cache_dtype=kv_cache_dtype, causal=causal, attention_chunk=attention_chunk,
+        rotary_is_neox=rotary_is_neox, **given(optional),
     )  # fmt: skip
 
 
@@ -342,16 +360,17 @@ def varlen_attention(
 
 
 def _register_fake(op: str) -> None:
-    @torch.library.register_fake(f"pagedattn_ext::{op}")
+    @torch.library.register_fake(f"{NAMESPACE}::{op}")
     def _(query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         elsewhere = [name for name, value in kwargs.items() if name in MAYBE_ON_CPU and value is not None]
         on_one_device = [value for name, value in kwargs.items() if not (name in elsewhere and value.is_cpu)]
         check_one_device(op, query, *args, *on_one_device)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        return out, query.new_empty(query.shape[:2], dtype=torch.float32)
+        return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 _register_fake("paged_attention")
+_register_fake("append_and_attend")
 _register_fake("varlen_attention")
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._call import call, check_one_device, check_tensors, given
+from ._call import NAMESPACE, call, check_one_device, check_tensors, given
 
 
 def reshape_and_cache(
@@ -186,20 +186,20 @@ def consecutive_block_tables(
     )  # fmt: skip
 
 
-@torch.library.register_fake("pagedattn_ext::batch_positions")
+@torch.library.register_fake(f"{NAMESPACE}::batch_positions")
 def _(start_loc: Tensor | None, first_positions: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     check_one_device("batch_positions", start_loc, first_positions)
     positions = first_positions.new_empty(num_tokens, dtype=torch.int64)
     return torch.empty_like(positions), positions
 
 
-@torch.library.register_fake("pagedattn_ext::compute_slot_mapping")
+@torch.library.register_fake(f"{NAMESPACE}::compute_slot_mapping")
 def _(positions: Tensor, block_tables: Tensor, block_size: int, num_blocks: int, **optional: Tensor | None) -> Tensor:
     check_one_device("compute_slot_mapping", positions, block_tables, *optional.values())
     return positions.new_empty(positions.shape, dtype=torch.int64)
 
 
-@torch.library.register_fake("pagedattn_ext::consecutive_block_tables")
+@torch.library.register_fake(f"{NAMESPACE}::consecutive_block_tables")
 def _(
     first_blocks: Tensor,
     end_blocks: Tensor,

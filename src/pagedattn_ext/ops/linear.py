@@ -8,7 +8,7 @@ from pagedattn_ext._C import LINEAR_PANEL as PANEL
 from pagedattn_ext._C import LINEAR_QUAD as QUAD
 from pagedattn_ext.huge_pages import empty_huge_pages
 
-from ._call import call_on_cpu, check_one_device, check_rank, check_tensors
+from ._call import NAMESPACE, call_on_cpu, check_one_device, check_rank, check_tensors
 
 CODES_PER_INT32 = 8
 
@@ -53,7 +53,7 @@ def linear_packed(input: Tensor, packed_weight: Tensor, out_features: int, bias:
     return call_on_cpu("linear_packed", input, packed_weight, out_features, bias)
 
 
-@torch.library.register_fake("pagedattn_ext::linear_packed")
+@torch.library.register_fake(f"{NAMESPACE}::linear_packed")
 def _(input: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
     check_one_device("linear_packed", input, packed_weight, bias)
     return _empty_out(input, out_features)
@@ -116,7 +116,7 @@ def linear_int8(input: Tensor, packed_weight: Tensor, weight_scales: Tensor, bia
     return call_on_cpu("linear_int8", input, packed_weight, weight_scales, bias)
 
 
-@torch.library.register_fake("pagedattn_ext::linear_int8")
+@torch.library.register_fake(f"{NAMESPACE}::linear_int8")
 def _(input: Tensor, packed_weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
     check_one_device("linear_int8", input, packed_weight, weight_scales, bias)
     return _empty_out(input, weight_scales.shape[0])
@@ -223,7 +223,7 @@ def linear_int4(
     return call_on_cpu("linear_int4", input, packed_weight, group_size, out_features, bias, scale_dtype)
 
 
-@torch.library.register_fake("pagedattn_ext::linear_int4")
+@torch.library.register_fake(f"{NAMESPACE}::linear_int4")
 def _(
     input: Tensor,
     packed_weight: Tensor,
@@ -233,6 +233,95 @@ def _(
     scale_dtype: torch.dtype | None = None,
 ) -> Tensor:
     check_one_device("linear_int4", input, packed_weight, bias)
+    return _empty_out(input, out_features)
+
+
+def grouped_linear_packed(
+    input: Tensor, offsets: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None
+) -> Tensor:
+    """A linear layer for each expert, on rows that are sorted by expert. On the CPU alone.
+
+    Rows [offsets[e], offsets[e + 1]) are multiplied with the weight of expert e. A row's result is that of
+    `linear_packed` with this weight, bit for bit. All experts are one call: threads share experts and output features.
+
+    Args:
+        input: [num_rows, in_features], evenly spaced rows.
+        offsets: int32 or int64 [num_experts + 1]: begins with 0, does not decrease, ends with num_rows.
+        packed_weight: [num_experts, ceil(out_features / 16), in_features, 16], a `pack_linear_weight` for each expert.
+        out_features: of each weight before it was packed.
+        bias: fp32 [num_experts, out_features].
+
+    Returns:
+        [num_rows, out_features], of input's dtype.
+    """
+    return call_on_cpu("grouped_linear_packed", input, offsets, packed_weight, out_features, bias)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::grouped_linear_packed")
+def _(input: Tensor, offsets: Tensor, packed_weight: Tensor, out_features: int, bias: Tensor | None = None) -> Tensor:
+    check_one_device("grouped_linear_packed", input, offsets, packed_weight, bias)
+    return _empty_out(input, out_features)
+
+
+def grouped_linear_int8(
+    input: Tensor, offsets: Tensor, packed_weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """As `grouped_linear_packed`, of `linear_int8`.
+
+    Args:
+        input, offsets, bias: as in `grouped_linear_packed`.
+        packed_weight: [num_experts, ...], a `pack_linear_weight_int8` for each expert.
+        weight_scales: fp32 [num_experts, out_features].
+
+    Returns:
+        [num_rows, out_features], of the input's dtype.
+    """
+    return call_on_cpu("grouped_linear_int8", input, offsets, packed_weight, weight_scales, bias)
+
+
+@torch.library.register_fake(f"{NAMESPACE}::grouped_linear_int8")
+def _(
+    input: Tensor, offsets: Tensor, packed_weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    check_one_device("grouped_linear_int8", input, offsets, packed_weight, weight_scales, bias)
+    return _empty_out(input, weight_scales.shape[1])
+
+
+def grouped_linear_int4(
+    input: Tensor,
+    offsets: Tensor,
+    packed_weight: Tensor,
+    group_size: int,
+    out_features: int,
+    bias: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """As `grouped_linear_packed`, of `linear_int4`.
+
+    Args:
+        input, offsets, bias: as in `grouped_linear_packed`.
+        packed_weight: [num_experts, ...], a `pack_linear_weight_int4` for each expert.
+        group_size, out_features, scale_dtype: of each weight, as it was packed (`linear_int4`).
+
+    Returns:
+        [num_rows, out_features], of the input's dtype.
+    """
+    return call_on_cpu(
+        "grouped_linear_int4", input, offsets, packed_weight, group_size, out_features, bias, scale_dtype
+    )
+
+
+@torch.library.register_fake(f"{NAMESPACE}::grouped_linear_int4")
+def _(
+    input: Tensor,
+    offsets: Tensor,
+    packed_weight: Tensor,
+    group_size: int,
+    out_features: int,
+    bias: Tensor | None = None,
+    scale_dtype: torch.dtype | None = None,
+) -> Tensor:
+    check_one_device("grouped_linear_int4", input, offsets, packed_weight, bias)
     return _empty_out(input, out_features)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from async_runs import TIMEOUT, Runner, expect_nothing_left, fake_execute, greedy, handed_over, play, read, until
-from checkpoints import completions, run
+from checkpoints import completions, finish_all, run
 from warm_python import run_python
 
 from pagedattn_serve import (
@@ -18,6 +18,7 @@ from pagedattn_serve import (
     EngineBusyError,
     EngineDeadError,
     LLMEngine,
+    PoolingParams,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -75,6 +76,22 @@ def test_the_outputs_are_those_of_the_engine(engine: LLMEngine) -> None:
     expect_nothing_left(engine)
 
 
+def test_embeddings(engine: LLMEngine) -> None:
+    engine.add_request("a", "the cat", PoolingParams(dimensions=4))
+    [expected] = finish_all(engine)["a"]
+
+    async def main() -> None:
+        async with AsyncLLMEngine(engine) as serving:
+            [output] = [each async for each in serving.encode("the cat", PoolingParams(dimensions=4), "b")]
+            assert (output.request_id, output.outputs.embedding) == ("b", expected.embedding)
+            with pytest.raises(ValueError, match="dimensions: expected an int in"):
+                await anext(serving.encode("the cat", PoolingParams(dimensions=4000)))
+            assert [each.outputs.hidden_size async for each in serving.encode("the cat")] == [48]
+
+    play(main())
+    expect_nothing_left(engine)
+
+
 def test_default_sampling_and_a_request_id_of_the_callers(engine: LLMEngine) -> None:
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
@@ -113,10 +130,14 @@ def test_a_reader_that_keeps_up_gets_every_token(engine: LLMEngine) -> None:
 
 
 def test_a_reader_that_stops_reading_misses_what_was_between_and_holds_up_nobody(engine: LLMEngine) -> None:
+    runner = Runner(engine, one_by_one=True)
+
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
             slow = serving.generate("the cat", greedy(30))
-            assert len((await anext(slow)).outputs[0].token_ids) < 30
+            runner.release()
+            assert len((await anext(slow)).outputs[0].token_ids) == 1
+            runner.free()
             fast = await asyncio.gather(*(read(serving, "on", greedy(40)) for _ in range(3)))
             assert {len(output.outputs[0].token_ids) for output in fast} == {40}
             await until(lambda: serving.num_unfinished == 0)
@@ -132,13 +153,19 @@ def test_a_reader_that_stops_reading_misses_what_was_between_and_holds_up_nobody
 def test_deltas_that_nobody_has_read_are_added_up(engine: LLMEngine, params: SamplingParams) -> None:
     """What a reader gets who is slower than the engine says the same as the last of cumulative outputs."""
     [expected] = run(engine, ["the cat"], params)
+    runner = Runner(engine, one_by_one=True)
 
     async def main() -> list[RequestOutput]:
         async with AsyncLLMEngine(engine) as serving:
             stream = serving.generate("the cat", dataclasses.replace(params, output_kind=RequestOutputKind.DELTA))
+            runner.release()
             deltas = [await anext(stream)]
-            await asyncio.sleep(0.008)  # two steps or three
+            for num_begun in (2, 3, 4):  # two steps end, and one is held
+                await until(lambda num_begun=num_begun: runner.is_held and len(runner.batches) == num_begun)  # type: ignore[misc]
+                if num_begun < 4:
+                    runner.release()
             deltas.append(await anext(stream))
+            runner.free()
             await until(lambda: serving.num_unfinished == 0)
             return [*deltas, *[delta async for delta in stream]]
 
@@ -247,6 +274,7 @@ def test_a_long_prompt_holds_up_neither_the_event_loop_nor_the_steps(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_request, may_go_on, has_begun = engine.inputs.make_request, threading.Event(), threading.Event()
+    runner = Runner(engine, one_by_one=True)
 
     def slow(args: RequestArgs) -> Any:
         if args.request_id == "long":
@@ -259,9 +287,11 @@ def test_a_long_prompt_holds_up_neither_the_event_loop_nor_the_steps(
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
             other = serving.generate("the", greedy(30))
+            runner.release()
             await anext(other)
             long = asyncio.create_task(read(serving, "the " * 9, greedy(2), request_id="long"))
             await until(has_begun.is_set)
+            runner.free()
             assert [output async for output in other][-1].finished
             assert not long.done() and serving.num_unfinished == 1
             may_go_on.set()

@@ -278,16 +278,18 @@ def test_a_fault_before_the_first_step_is_of_that_request(
 
 
 def test_the_last_output_is_read_before_the_death_is_heard_of(engine: LLMEngine) -> None:
-    runner = Runner(engine)
+    runner = Runner(engine, one_by_one=True)
 
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
             slow = serving.generate("the cat", greedy(6))
+            runner.release()
             await anext(slow)
+            runner.free()
             await until(lambda: serving.num_unfinished == 0)
+            runner.faults = [None, KeyboardInterrupt()]
             late = serving.generate("the cat", greedy(90))
             await anext(late)
-            runner.faults = [KeyboardInterrupt()]
             await until(lambda: not serving.is_running)
             assert len((await anext(slow)).outputs[0].token_ids) == 6
             with pytest.raises(StopAsyncIteration):

@@ -5,7 +5,9 @@ One test has processes; in the others a fake stands for each process, which does
 
 import asyncio
 import dataclasses
+import functools
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +30,10 @@ from pagedattn_serve.requests.inputs import RequestArgs
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 
 STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8, "num_steps": 5})  # type: ignore[arg-type]
-FACTS = EngineFacts("Fake", "native", "cpu", "float32", 99, 16, 128, 8, SamplingParams())
+FACTS = EngineFacts("Fake", "native", "cpu", "float32", 99, 16, 1, 128, 8, SamplingParams(), False, "fp_none")
+
+
+PAUSE = r"replica 0 died: .*; it is started anew in ([0-9.]+) seconds"
 
 
 class FakeCore:
@@ -134,7 +139,8 @@ def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: py
     processes = StartedRanks()
     monkeypatch.setattr(process_core, "start_process", processes.start)
     args = EngineArgs(text_model, num_blocks=40)
-    engine = AsyncLLMEngine.from_engine_args(args, initializer=slow_steps, data_parallel_size=2)
+    slow = functools.partial(slow_steps, 0.05)  # the first requests are to last until a replica is stopped
+    engine = AsyncLLMEngine.from_engine_args(args, initializer=slow, data_parallel_size=2)
 
     async def main() -> None:
         async with engine:
@@ -152,11 +158,12 @@ def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: py
             assert await engine.call(num_threads) <= max(1, num_cpus // 2)
             await expect_a_hang_is_passed_by(engine, pid)
             os.kill(pid, signal.SIGKILL)
+            await until(lambda: not engine.replicas()[0].is_running)
+            assert engine.is_running
             for name in lost:
                 with pytest.raises(EngineDeadError, match=rf"^replica 0 died: .* \(process {pid}\) was killed by SIGK"):
                     while True:
                         await anext(streams[int(name)])
-            assert engine.is_running and not engine.replicas()[0].is_running
             for name in kept:
                 outputs = [output async for output in streams[int(name)]]
                 assert outputs[-1].finished and len(outputs[-1].outputs[0].token_ids) == 100
@@ -342,7 +349,9 @@ def test_a_replica_that_hangs_and_goes_on(cores: list[FakeCore], text_model: str
     play(main())
 
 
-def test_a_replica_is_started_until_it_runs(cores: list[FakeCore], text_model: str) -> None:
+def test_a_replica_is_started_until_it_runs(
+    cores: list[FakeCore], text_model: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Each time after a longer pause. While no replica runs, requests and calls say why."""
 
     async def main() -> None:
@@ -371,6 +380,7 @@ def test_a_replica_is_started_until_it_runs(cores: list[FakeCore], text_model: s
             await asyncio.sleep(0)
             cores[-1].deliver(News(dataclasses.replace(STATS, num_running=3)))
             assert engine.stats().num_running == 3
+            began = time.monotonic()
             for core in (cores[-1], cores[1]):
                 core.end("it fell")
             with pytest.raises(ReplicaDeadError):
@@ -379,9 +389,11 @@ def test_a_replica_is_started_until_it_runs(cores: list[FakeCore], text_model: s
             for request in (anext(engine.generate("the")), engine.call(methodcaller("stats"))):
                 with pytest.raises(EngineDeadError, match=r"replica 0 died: it fell; replica 1 died: it fell"):
                     await request
-            began = time.monotonic()
             await until(lambda: all(each.is_running for each in engine.replicas()))
             assert time.monotonic() - began > 0.04  # the third pause of replica 0
+            told = [re.fullmatch(PAUSE, message) for message in caplog.messages]
+            pauses = [float(match[1]) for match in told if match]
+            assert pauses == [0.01 * 2**i for i in range(len(pauses))] and len(pauses) >= 3
             assert sum(each.num_restarts for each in engine.replicas()) == 6 and engine.stats().num_steps == 10
 
     play(main())

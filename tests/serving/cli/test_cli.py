@@ -20,6 +20,7 @@ from warm_python import run_python
 from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
 from pagedattn_serve.cli import main
 from pagedattn_serve.errors import how_to_install
+from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.models.linear import PackedLinear
 
 PROMPT = 'The "with" statement'
@@ -200,7 +201,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(["--version"])
     assert exit.value.code == 0
-    assert capsys.readouterr().out == f"pagedattn-ext {version('pagedattn-ext')}\n"
+    assert capsys.readouterr().out == f"pagedattn-serve {version('pagedattn-ext')}\n"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,7 @@ def test_without_what_serving_needs(modules: list[str], arguments: list[str]) ->
     result = run_without(modules, *arguments)
     assert (result.returncode, result.stdout) == (1, "")
     names = ", ".join(sorted(modules))
-    assert result.stderr == f"pagedattn: error: pagedattn_serve: expected {names}: {how_to_install('serve')}\n"
+    assert result.stderr == f"pagedattn: error: pagedattn_serve: expected {names}: {how_to_install()}\n"
 
 
 def test_help_needs_no_more_than_python() -> None:
@@ -279,6 +280,8 @@ def test_help_needs_no_more_than_python() -> None:
 
 # --- info ---
 
+OF_WINDOWS = ["layer groups", "full length"]  # lines that only models with windows have
+
 
 def info(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
     """What each line says, by its name."""
@@ -287,7 +290,7 @@ def info(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
     captured = capsys.readouterr()
     assert captured.err == ""
     lines = [(line[:15].rstrip(), line[15:]) for line in captured.out.splitlines()]
-    assert [name for name, _ in lines] == [
+    assert [name for name, _ in lines if name not in OF_WINDOWS] == [
         "model",
         "architecture",
         "runs",
@@ -361,8 +364,15 @@ def test_info_of_a_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Ch
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     count = sum(parameter.numel() for parameter in model.parameters())
     token_bytes = 2 * num_layers * num_kv_heads * -(-head_size // 4) * 4 * 4  # of fp32, four at a time
-    num_blocks = 100_000 // (8 * token_bytes)
-    assert shown == {
+    windows = build_model(checkpoint.path).cache_groups().windows
+    block_bytes = 8 * token_bytes // len(windows)
+    num_blocks = 100_000 // block_bytes
+    has_windows = windows != (None,)
+    assert [name in shown for name in OF_WINDOWS] == [has_windows] * 2
+    num_tokens = f"{8 * (num_blocks // len(windows)):,} tokens" + " within the windows" * has_windows
+    cache = f"{token_bytes:,} bytes per token, {block_bytes:,} per block of 8"
+    cache += ", which is of one group of layers" * (len(windows) > 1)
+    assert {name: value for name, value in shown.items() if name not in OF_WINDOWS} == {
         "model": checkpoint.path,
         "architecture": type(model).__name__,
         "runs": "native",
@@ -373,8 +383,8 @@ def test_info_of_a_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Ch
         "heads": f"{num_heads} query, {num_kv_heads} key-value, of size {head_size}",
         "vocabulary": "97",
         "max_model_len": f"{LLM(checkpoint.path).llm_engine.max_model_len} tokens",
-        "cache": f"{token_bytes:,} bytes per token, {8 * token_bytes:,} per block of 8",
-        "that fit": f"{num_blocks:,} blocks ({8 * num_blocks:,} tokens) in 100,000 bytes",
+        "cache": cache,
+        "that fit": f"{num_blocks:,} blocks ({num_tokens}) in 100,000 bytes",
     }
 
 

@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import Checkpoint, run, token_ids
+from embedders import expect_embeddings
 from server_process import children_of, is_running, wait_for
 from warm_ranks import StartedRanks, memfds
 
@@ -43,6 +44,21 @@ def test_tokens_are_those_of_hugging_face(engine: LLMEngine, llama: Checkpoint) 
         assert [completion.token_ids for completion in output.outputs] == [expected] * 2
     assert engine.stats().num_swaps > 0
     assert token_ids(run(engine, llama.prompts[:1], GREEDY)) == llama.expected[:1]
+
+
+def test_groups_of_layers_on_ranks(get_checkpoint: Callable[[str], Checkpoint], ranks: StartedRanks) -> None:
+    """Two groups, whose tables another rank has from what it is told alone. The ranks compare what they read."""
+    sliding = get_checkpoint("qwen2-sliding")
+    options = dict(block_size=8, num_blocks=20, max_num_batched_tokens=19, preemption_mode="swap")
+    engine = LLMEngine(sliding.path, tensor_parallel_size=3, **options)
+    assert engine.scheduler.block_manager.windows == (None, 9)
+    assert token_ids(run(engine, sliding.prompts, GREEDY)) == sliding.expected
+    assert engine.stats().num_preemptions > 0
+
+
+def test_embeddings_are_those_of_one_rank(engine: LLMEngine, llama: Checkpoint) -> None:
+    """Beside requests that generate; the rows of each rank go through its slice of the head, or past it."""
+    expect_embeddings(engine, llama, GREEDY)
 
 
 def test_a_rank_has_a_slice(engine: LLMEngine, llama: Checkpoint) -> None:

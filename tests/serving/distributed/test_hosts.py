@@ -98,7 +98,9 @@ def errors_without(ranks: list[HostsCommunicator], missing: int, end: Callable[[
 
     timer = threading.Timer(0.1, end)
     timer.start()
-    return run([rank for rank in ranks if rank.rank != missing], reduce)
+    errors = run([rank for rank in ranks if rank.rank != missing], reduce)
+    timer.join()  # the others may see the end before it is at its own end
+    return errors
 
 
 @pytest.mark.parametrize("missing", [0, 1, 3])
@@ -125,6 +127,7 @@ def test_a_rank_that_waits_for_a_peer(make_ranks: Callable[[int, int], list[Host
     timer.start()
     with pytest.raises(RuntimeError, match=r"^the group is broken: no memory$"):
         ranks[0].all_gather(torch.ones(3))
+    timer.join()
 
 
 def test_a_rank_that_does_not_come(

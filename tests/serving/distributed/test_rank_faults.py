@@ -4,26 +4,44 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
 import httpx
 import pytest
 from async_runs import play, read
 from checkpoints import Checkpoint, token_ids
-from failing_ranks import GREEDY, add, error_of, expect_death_amid_a_step, fail_on_rank_0
+from failing_ranks import (
+    GREEDY,
+    add,
+    error_of,
+    expect_death_amid_a_step,
+    fail_on_rank_0,
+    interrupt_at_places,
+)
 from faulty_rank import HAS_OTHER_INPUTS, IS_KILLED, RAISES, STOPS
-from server_process import AT_ONCE_SECONDS, children_of, is_running, running, wait_for
-from test_interrupts import ROOT, Places, chosen, expect_nothing_left
-from warm_ranks import StartedRanks, memfds
+from server_process import (
+    AT_ONCE_SECONDS,
+    STOP_SECONDS,
+    WAIT_SECONDS,
+    children_of,
+    is_running,
+    is_stopped,
+    running,
+    wait_for,
+)
+from test_interrupts import ROOT, expect_nothing_left
+from warm_ranks import StartedRanks
 
 from pagedattn_serve import LLM, AsyncLLMEngine, EngineDeadError, LLMEngine
 from pagedattn_serve.distributed import communicator, workers
 from pagedattn_serve.errors import ExecutorDeadError
 
 SMALL: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, tensor_parallel_size=2)
-FILES = {str(ROOT / name) for name in ("execution/model_runner.py", "execution/model_runner.py")} | {
+FILES = {str(ROOT / "execution/model_runner.py")} | {
     str(ROOT / f"distributed/{name}.py") for name in ("executor", "workers", "communicator", "channel")
 }
 
@@ -133,14 +151,14 @@ def test_a_rank_that_stops(
     start: Callable[..., LLMEngine], ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at a breakpoint, or where memory is swapped out: after a stated time the error says which rank it is."""
-    monkeypatch.setattr(communicator, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(communicator, "PATIENCE_SECONDS", 2)  # of the group, within which the ranks also meet
     engine = start("tokens")
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)  # now: ranks that start on a busy machine take longer
     add(engine, [1, STOPS])
     rank = f"rank 1 (process {ranks.pids[-1]})"
     assert error_of(engine.step) == (
         f"ExecutorDeadError: {rank} has not answered for 0.2 s, after RuntimeError: all_reduce_shared: the group is "
-        f"broken: {rank} has not come within 0.5 seconds: it is stopped"
+        f"broken: {rank} has not come within 2 seconds: it is stopped"
     )
 
 
@@ -149,15 +167,32 @@ def test_an_interrupt_while_a_rank_is_stopped(
     start: Callable[..., LLMEngine], ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has to wait until the engine has lost its patience."""
-    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)
     engine = start("tokens")
+    monkeypatch.setattr(workers, "ANSWER_SECONDS", 0.2)
     add(engine, [1, STOPS])
-    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+
+    interrupted = threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    def press_keys() -> None:
+        """Once the rank is stopped. As users do, more than once: a signal that comes before a thread sleeps wakes
+        nobody."""
+        wait_for(lambda: is_stopped(ranks.pids[-1]))
+        while not interrupted.wait(0.5):
+            os.kill(os.getpid(), signal.SIGALRM)
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    thread = threading.Thread(target=press_keys)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     finally:
+        thread.join()
         signal.signal(signal.SIGALRM, previous)
     add(engine, [1, 2])
     assert error_of(engine.step) == (f"ExecutorDeadError: rank 1 (process {ranks.pids[-1]}) has not answered for 0.2 s")
@@ -203,25 +238,13 @@ def expect_right_tokens(llm: LLM, llama: Checkpoint) -> None:
 def test_interrupts(llm: LLM, llama: Checkpoint, joins: bool) -> None:
     """At places of what is new with several ranks, of steps and of a new group. The next requests have their tokens,
     and no memory is left."""
-    executor: Any = llm.llm_engine.executor
-    expect_right_tokens(llm, llama)
-    executor._are_in_step = not joins
-    with Places(files=FILES) as places:
-        expect_right_tokens(llm, llama)
-    before = memfds()
-    ends_of_joining = [i for i, (name, _) in enumerate(places.seen) if name == "Executor._join"]
-    for at in chosen(places.seen[: ends_of_joining[-1] if joins else None]):
-        executor._are_in_step = not joins
-        with Places(at, FILES), pytest.raises(KeyboardInterrupt):
-            expect_right_tokens(llm, llama)
-        expect_nothing_left(llm.llm_engine)
-        expect_right_tokens(llm, llama)
-    assert len(memfds()) == len(before)
+    assert interrupt_at_places(llm.llm_engine, lambda: expect_right_tokens(llm, llama), FILES, joins) == 1
 
 
 @pytest.mark.timeout(method="thread")  # the signal of the other method is the one that the test sends
 def test_real_signals(llm: LLM, llama: Checkpoint) -> None:
-    """Between lines and within calls, at times spread over the whole of a run."""
+    """Between lines and within calls, at times spread over the whole of a run. A run may take less time than the one
+    that was measured: then there are more of them."""
     expect_right_tokens(llm, llama)
     started = time.perf_counter()
     expect_right_tokens(llm, llama)
@@ -229,9 +252,11 @@ def test_real_signals(llm: LLM, llama: Checkpoint) -> None:
     hits = 0
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
-        for i in range(30):
+        for i in count():
+            if i >= 30 and hits > 5:
+                break
             try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + i * seconds / 30)
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + i % 30 * seconds / 30)
                 expect_right_tokens(llm, llama)
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:
@@ -241,20 +266,23 @@ def test_real_signals(llm: LLM, llama: Checkpoint) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
-    assert hits > 5
 
 
 def test_a_server_whose_rank_is_killed() -> None:
     """While nothing is to do: the server ends with status 1, and says what died. If the rank is stopped, /health says
     so, until the rank goes on."""
     with running("--tensor-parallel-size", "2", python=sys.executable) as server:
+
+        def health() -> httpx.Response:
+            return httpx.get(f"{server.url}/health", timeout=WAIT_SECONDS)
+
         [rank] = children_of(server.core_pid)
         os.kill(rank, signal.SIGSTOP)
-        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503, 30)
-        error = httpx.get(f"{server.url}/health").json()["error"]
+        wait_for(lambda: health().status_code == 503)
+        error = health().json()["error"]
         assert (error["message"], error["code"]) == (f"rank 1 (process {rank}) is stopped", "engine_hangs")
         os.kill(rank, signal.SIGCONT)
-        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 200, 30)
+        wait_for(lambda: health().status_code == 200)
         os.kill(rank, signal.SIGKILL)
-        assert server.process.wait(30) == 1
+        assert server.process.wait(STOP_SECONDS) == 1
         assert f"rank 1 (process {rank}) was killed by SIGKILL" in server.stderr and "Traceback" not in server.stderr

@@ -49,7 +49,7 @@ def test_a_server_ends_when_its_requests_have_ended() -> None:
     """torchrun sends SIGTERM to all processes that it has started, and to their children. A stream goes on to its end,
     for which it needs the engine's process and both ranks."""
     launcher = [sys.executable, *COMMAND, "--no-python"]
-    body = {"model": "demo_model", "prompt": "A class", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    body = {"model": "demo_model", "prompt": "A class", "max_tokens": 500, "ignore_eos": True, "stream": True}
     options = ("--tensor-parallel-size", "2")
     with running(*options, python=sys.executable, program=SLOW_COMMAND, launcher=launcher) as server:
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
@@ -75,8 +75,12 @@ def as_rank_of_torchrun(monkeypatch: pytest.MonkeyPatch, *args: int) -> None:
         monkeypatch.setenv(name, value)
 
 
-def test_ranks_on_several_machines(llama: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two on each of two, which are this one. Without torchrun, but with a store as it has one."""
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_ranks_on_several_machines(
+    llama: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch, num_stages: int
+) -> None:
+    """Two on each of two, which are this one; with two stages, one on each. Without torchrun, but with a store as it
+    has one."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for rank in (1, 2, 3):
         ours, theirs = socket.socketpair()
@@ -84,7 +88,8 @@ def test_ranks_on_several_machines(llama: Checkpoint, ranks: StartedRanks, monke
             ranks.start("torchrun_rank", theirs)
             ours.sendall(json.dumps(environment_of(rank, 4, 2, store.port)).encode())
     as_rank_of_torchrun(monkeypatch, 0, 4, 2, store.port)
-    engine = LLMEngine(llama.path, num_blocks=40, tensor_parallel_size=4)
+    sizes = dict(tensor_parallel_size=4 // num_stages, pipeline_parallel_size=num_stages)
+    engine = LLMEngine(llama.path, num_blocks=40, **sizes)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     try:
         assert token_ids(run(engine, llama.prompts[:2], params)) == [expected[:6] for expected in llama.expected[:2]]

@@ -1,14 +1,17 @@
 """LLM.chat: a conversation is the prompt that its template makes, and nothing else."""
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import TOKENIZER_SIZE, Checkpoint, completions, make_model, make_tokenizer, put_bos_first
+from tool_models import make_tool_model
 
 from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.llm import LLM
+from pagedattn_serve.output_parsing.events import ParsedOutput
 from pagedattn_serve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -108,6 +111,95 @@ def test_no_tokenizer_and_no_template(llama: Checkpoint, text_model: str) -> Non
         LLM(text_model, num_blocks=40).chat(FIRST)
 
 
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}<tool_call></tool_call><think></think>{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if think is defined %}<think>{% endif %}"
+)
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add", "parameters": SCHEMA}}]
+
+
+@pytest.fixture(scope="module")
+def tool_llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    directory = tmp_path_factory.mktemp("tools")
+    make_tool_model(directory, TOOL_TEMPLATE)
+    return LLM(directory, num_blocks=256)
+
+
+def test_calls_of_tools(tool_llm: LLM) -> None:
+    """Held to the schema, wherever a call begins."""
+    pytest.importorskip("llguidance")
+    params = SamplingParams(temperature=1, seed=1, n=12, max_tokens=300, logit_bias={"272": 8})  # of <tool_call>
+    [output] = tool_llm.chat(FIRST, params, use_tqdm=False, tools=TOOLS)
+    parsed = tool_llm.parse_chat(output, TOOLS)
+    calls = [call for each in parsed for call in each.calls]
+    whole = [call for call in calls if call.arguments.endswith("}")]
+    assert len(whole) > 6
+    assert all(call.name == "add" and json.loads(call.arguments)["a"] in (1, 2) for call in whole)
+    with pytest.raises(ValueError, match=r"^conversation 1 of 2: tools: expected none, as the model's chat template"):
+        tool_llm.chat([FIRST, FIRST], tools=TOOLS, chat_template="<tool_call>{{ messages[0].content }}")
+
+
+def test_which_tools_are_called(tool_llm: LLM) -> None:
+    """A choice, and a bound of the thought before it, hold whatever the model would say."""
+    pytest.importorskip("llguidance")
+    tools = [*TOOLS, {"type": "function", "function": {"name": "stop"}}]
+    named = {"type": "function", "function": {"name": "stop"}}
+    params = SamplingParams(temperature=1, seed=1, n=4, max_tokens=200)
+    for choice, names in (("required", {"add", "stop"}), (named, {"stop"}), ("none", set())):
+        [output] = tool_llm.chat(
+            FIRST, params, False, tools=tools, tool_choice=choice, thinking_token_budget=0, tool_call_parser="hermes"
+        )
+        parsed = tool_llm.parse_chat(output, tools)
+        assert {call.name for each in parsed for call in each.calls} <= names
+        assert all(each.calls for each in parsed) == (choice != "none")
+    [output] = tool_llm.chat(
+        FIRST, params, False, thinking_token_budget=3, chat_template_kwargs={"think": 1}, reasoning_parser="qwen3"
+    )
+    [end] = tool_llm.llm_engine.tokenize("</think>")
+    assert all(end in completion.token_ids[:4] for completion in output.outputs)
+    for choice, message in (
+        ("stop", "expected auto, none, "),
+        ({**named, "function": {"name": "a"}}, "expected names"),
+    ):
+        with pytest.raises(ValueError, match=f"^tool_choice: {message}"):
+            tool_llm.chat(FIRST, params, tools=tools, tool_choice=choice)  # type: ignore[arg-type]
+    for fields, message in (
+        ({"tool_choice": "required"}, "^tool_choice: expected auto or none without tools"),
+        ({"thinking_token_budget": 3, "reasoning_parser": "none"}, "^thinking_token_budget: expected none"),
+        ({"tools": tools, "tool_call_parser": "other"}, "^tool_call_parser: expected one of "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tool_llm.chat(FIRST, params, **fields)  # type: ignore[arg-type]
+
+
+def test_a_form_of_calls_that_is_not_known(llm: LLM) -> None:
+    template = "{{ tools | tojson }}" + TEMPLATE
+    with pytest.raises(ValueError, match=r"^tools: expected none, as the model's form of calls is not known"):
+        llm.chat(FIRST, GREEDY, tools=TOOLS, chat_template=template)
+    for tools, message in (
+        ([{"type": "function"}], r"^tools\[0\]: expected a dict"),
+        ([{"type": "function", "function": {"name": ""}}], r"^tools\[0\].function.name: expected letters, digits"),
+        (TOOLS * 2, r"^tools\[1\].function.name: expected a name of its own, got 'add' again"),
+        ({"a": 1}, r"^tools: expected a list of tools, got dict"),
+        ([{"type": "function", "function": {"name": "a", "parameters": 5}}], r"parameters: expected a JSON schema"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            llm.chat(FIRST, GREEDY, tools=tools)  # type: ignore[arg-type]
+
+
+def test_a_message_that_is_continued(llm: LLM, tool_llm: LLM) -> None:
+    begun = [*FIRST, {"role": "assistant", "content": "on the"}]
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True, "use_tqdm": False}
+    [output] = llm.chat(begun, GREEDY, **options)
+    assert output.prompt == "<s>user: the cat\nassistant: on the"
+    with pytest.raises(ValueError, match=r"^continue_final_message: expected False beside add_generation_prompt"):
+        llm.chat(begun, GREEDY, continue_final_message=True)
+    output.outputs[0].text = "mat</think>hat"
+    assert tool_llm.parse_chat(output, continued="<think>on the") == [ParsedOutput("hat", "mat")]
+    assert llm.parse_chat(output) == [ParsedOutput("mat</think>hat")]
+
+
 def test_the_demo_model_answers() -> None:
     llm = LLM(DEMO_MODEL, dtype="float32", num_blocks=40)
     [output] = llm.chat([{"role": "user", "content": "What is the with statement?"}], GREEDY, use_tqdm=False)
@@ -124,6 +216,12 @@ def test_arguments_of_chat() -> None:
         ("priority", None),
         ("chat_template", None),
         ("add_generation_prompt", True),
+        ("continue_final_message", False),
+        ("tools", None),
+        ("tool_choice", None),
+        ("tool_call_parser", "auto"),
+        ("reasoning_parser", "auto"),
+        ("thinking_token_budget", None),
         ("chat_template_kwargs", None),
         ("of_vllm", inspect.Parameter.empty),
     ]

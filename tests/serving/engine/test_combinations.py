@@ -1,12 +1,14 @@
 """All mechanisms of the engine together: in fp32 its output is Hugging Face's, whichever of them are at work, on one
 rank and on two."""
 
+from functools import cache
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import Checkpoint, run, token_ids
+from transformers import PreTrainedModel
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.sampling_params import SamplingParams
@@ -138,7 +140,7 @@ def test_beam_search_equals_hugging_face(
     outputs = run(engine, llama.prompts, params)
     lengths = set()
     for prompt, output in zip(llama.prompts, outputs, strict=True):
-        expected = beams_of(llama, prompt, eos, options)
+        expected = beams_of(llama.model, tuple(prompt), tuple(eos), tuple(options.items()))
         assert token_ids([output]) == expected[:1]
         assert [completion.token_ids for completion in output.outputs] == expected
         lengths |= {len(tokens) for tokens in expected}
@@ -147,19 +149,22 @@ def test_beam_search_equals_hugging_face(
     assert watch.num_copies > 0
 
 
-def beams_of(llama: Checkpoint, prompt: list[int], eos: list[int], options: dict[str, Any]) -> list[list[int]]:
+@cache
+def beams_of(
+    model: PreTrainedModel, prompt: tuple[int, ...], eos: tuple[int, ...], options: tuple[tuple[str, Any], ...]
+) -> list[list[int]]:
     """Hugging Face's beams without what they are padded with."""
     token_ids = torch.tensor([prompt])
-    padding = llama.model.config.vocab_size - 1
+    padding = model.config.vocab_size - 1
     assert padding not in eos
-    out = llama.model.generate(
+    out = model.generate(
         token_ids,
         attention_mask=torch.ones_like(token_ids),
         max_new_tokens=20,
         do_sample=False,
-        eos_token_id=eos,
+        eos_token_id=list(eos),
         pad_token_id=padding,
-        **options,
+        **dict(options),
     )
     beams = []
     for row in out[:, len(prompt) :].tolist():

@@ -20,6 +20,9 @@ GIVEN: dict[str, Any] = {
     "device": "cuda:1",
     "block_size": 32,
     "kv_cache_memory": None,
+    "cpu_memory_utilization": None,
+    "allow_download": True,
+    "load_format": "dummy",
     "num_blocks": 9,
     "max_num_seqs": 3,
     "max_num_batched_tokens": 77,
@@ -28,11 +31,13 @@ GIVEN: dict[str, Any] = {
     "gpu_memory_utilization": 0.5,
     "seed": 7,
     "tensor_parallel_size": 2,
+    "pipeline_parallel_size": 3,
     "distributed_executor_backend": "ray",
     "enforce_eager": True,
     "trust_remote_code": False,
     "preemption_mode": "swap",
     "enable_prefix_caching": False,
+    "prefix_cache_dir_size": 1 << 20,
     "scheduling_policy": "priority",
     "kv_cache_dtype": "fp8",
     "speculation": "ngram",
@@ -78,8 +83,16 @@ def test_options_are_checked_before_a_model_is_read() -> None:
         ({"speculation": "eagle"}, "speculation: expected None or \"ngram\", got 'eagle'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: expected an int >= 1, got 0"),
         ({"tensor_parallel_size": 65}, r"tensor_parallel_size: expected an int in \[1, 64\], got 65"),
+        (
+            {"tensor_parallel_size": 8, "pipeline_parallel_size": 9},
+            r"pipeline_parallel_size: expected an int in \[1, 8\], got 9",
+        ),
         ({"device": "cpu:0"}, "device: expected auto, cpu, cuda or cuda:N, got 'cpu:0'"),
         ({"num_blocks": 4, "kv_cache_memory": 10**6}, "kv_cache_memory: expected None beside num_blocks"),
+        ({"prefix_cache_dir": "d", "enable_prefix_caching": False}, "prefix_cache_dir: expected None without prefix"),
+        ({"prefix_cache_dir": "d", "tensor_parallel_size": 2}, "prefix_cache_dir: expected None with several ranks"),
+        ({"prefix_cache_dir": "d", "pipeline_parallel_size": 2}, "prefix_cache_dir: expected None with several ranks"),
+        ({"prefix_cache_dir_size": 0}, "prefix_cache_dir_size: expected an int >= 1, got 0"),
     ],
 )
 def test_wrong_values(options: dict[str, Any], message: str) -> None:
@@ -95,13 +108,15 @@ def test_options_do_not_change() -> None:
 
 def test_configs_have_every_option() -> None:
     """Each option but kv_scales, which the checkpoint may say, reaches a config."""
-    assert {"model", "kv_scales", *GIVEN} == set(OPTIONS)
+    assert {"model", "kv_scales", "prefix_cache_dir", *GIVEN} == set(OPTIONS)
+    assert EngineArgs("m", prefix_cache_dir="d").create_engine_configs().cache.prefix_cache_dir == "d"
     configs = EngineArgs("m", **GIVEN).create_engine_configs()
     assert [type(config) for config in configs] == [ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig]
     found = {f.name: getattr(config, f.name) for config in configs for f in fields(config)}
     found["scheduling_policy"] = found.pop("policy")
     assert {name: found[name] for name in GIVEN} == GIVEN and found["model"] == "m"
     assert EngineArgs("m", kv_cache_memory=1 << 20).create_engine_configs().cache.kv_cache_memory == 1 << 20
+    assert EngineArgs("m", cpu_memory_utilization=0.5).create_engine_configs().cache.cpu_memory_utilization == 0.5
 
 
 def test_defaults_are_those_of_the_configs() -> None:
@@ -123,7 +138,7 @@ def test_the_command_line_gives_every_option_but_one() -> None:
     flags = {name: option for name, option in OPTIONS.items() if option.flag}
     assert {*flags, "model", "trust_remote_code"} == set(OPTIONS)
     given = {name: value for name, value in (GIVEN | {"kv_scales": "s"}).items() if name in flags and value is not None}
-    assert {*given, "kv_cache_memory"} == set(flags)
+    assert {*given, "kv_cache_memory", "cpu_memory_utilization", "prefix_cache_dir"} == set(flags)
     arguments = ["serve", "m"]
     for name, value in given.items():
         arguments += [flag_name(name, OPTIONS[name]), *([] if isinstance(value, bool) else [str(value)])]

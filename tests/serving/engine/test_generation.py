@@ -46,7 +46,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "all small": dict(num_blocks=9, block_size=8, max_num_seqs=3, max_num_batched_tokens=7),
 }
 PREEMPTING = {"small cache", "smallest cache", "all small"}
-FOR_ALL = {"large cache", "small budget", "small cache"}  # the others for one of each family
+FOR_ALL = {"large cache"}  # the others for one of each family; for all there are also "many preemptions" below
 UNSCALED = dict(rope_type="default", rope_theta=10000.0)
 
 
@@ -73,7 +73,8 @@ def test_greedy_equals_hugging_face(checkpoint: Checkpoint, name: str) -> None:
     assert token_ids(outputs) == checkpoint.expected
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
     num_preemptions = engine.stats().num_preemptions
-    assert num_preemptions >= 3 if name in PREEMPTING else num_preemptions == 0
+    at_least = 3 if len(engine.scheduler.block_manager.windows) == 1 else 2  # windows give blocks back
+    assert num_preemptions >= at_least if name in PREEMPTING else num_preemptions == 0
 
 
 def test_many_preemptions_and_admission_in_pieces(checkpoint: Checkpoint) -> None:
@@ -261,8 +262,11 @@ def test_rope_after_a_prompt_beyond_the_original_length(
     assert token_ids(run(engine, [prompt], SamplingParams(temperature=0, max_tokens=20))) == [tokens[60:]]
 
 
-@each_family
-@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize(
+    ("checkpoint", "file"),
+    [*((name, "generation_config.json") for name in FAMILIES), (FAMILIES[0], "config.json")],
+    indirect=["checkpoint"],
+)
 def test_eos(checkpoint: Checkpoint, tmp_path: Path, file: str) -> None:
     early = checkpoint.expected[-1][:16]
     eos = max(early, key=early.index)  # the token that comes up latest
@@ -282,8 +286,10 @@ def test_eos(checkpoint: Checkpoint, tmp_path: Path, file: str) -> None:
     assert token_ids(run(LLMEngine(str(tmp_path)), checkpoint.prompts, ignoring)) == checkpoint.expected
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "bfloat16") for name in FAMILIES), *((name, "float16") for name in ("llama-gqa", "gpt2", "bloom"))],
+)
 def test_half_precision(tmp_path: Path, name: str, dtype: str) -> None:
     """It runs with preemption, and of 40 first tokens 32 (bf16) or 38 (fp16) are those of fp32.
 

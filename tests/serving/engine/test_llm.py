@@ -265,6 +265,12 @@ def test_arguments_of_the_constructor() -> None:
         ("quantization", None),
         ("max_beam_width", 32),
         ("distributed_executor_backend", "mp"),
+        ("prefix_cache_dir", None),
+        ("prefix_cache_dir_size", 10 << 30),
+        ("allow_download", False),
+        ("load_format", "auto"),
+        ("cpu_memory_utilization", None),
+        ("pipeline_parallel_size", 1),
     ]
     assert inspect.signature(LLM) == inspect.signature(LLMEngine)
     assert EngineArgs.__doc__ is not None
@@ -291,7 +297,7 @@ def test_every_argument_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
     real = LLMEngine.__init__
     monkeypatch.setattr(LLMEngine, "__init__", record)
     values: list[Any] = ["m", "t", "bfloat16", "cuda:1", 32, None, 9, 3, 77, 66, 1.5, 0.5, 8, 1, True, False, "swap"]
-    values += [False, "priority", "fp8", "s", "ngram", 2, "int4", 7, "ray"]
+    values += [False, "priority", "fp8", "s", "ngram", 2, "int4", 7, "ray", None, 5, True, "dummy", None, 4]
     LLM(*values)
     del seen["self"]
     assert seen == {name: value for (name, _), value in zip(arguments(LLM), values, strict=True)}

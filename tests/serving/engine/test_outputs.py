@@ -131,7 +131,7 @@ def test_an_output_is_a_plain_dataclass(llama: Checkpoint) -> None:
         assert repr(output).startswith("RequestOutput(request_id='0', prompt=None, prompt_token_ids=[")
         assert [field.name for field in dataclasses.fields(output)] == [
             "request_id", "prompt", "prompt_token_ids", "outputs", "finished", "metrics", "error",
-            "argument_error", "prompt_logprobs",
+            "argument_error", "prompt_logprobs", "embedding",
         ]  # fmt: skip
         with pytest.raises(AttributeError, match="'RequestOutput' object has no attribute 'text'"):
             output.text  # type: ignore[attr-defined]  # noqa: B018

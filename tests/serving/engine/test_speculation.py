@@ -234,11 +234,12 @@ def last_steps(engine: LLMEngine, prompt: str | list[int], params: list[Sampling
 def test_stop_strings_amid_drafts(period_path: str, options: dict[str, Any]) -> None:
     """From every place in the period, so that they come at every place in a step."""
     gains = set()
+    plain, engine = (make(period_path, enable_prefix_caching=False) for make in (LLMEngine, speculating))
     for start in range(1, len(PERIOD), 3):
         prompt = (PERIOD * 4)[: len(PERIOD) * 2 + start]
         params = [SamplingParams(temperature=0, max_tokens=30, **options)]
-        expected, _ = last_steps(LLMEngine(period_path), prompt, params)
-        actual, gain = last_steps(speculating(period_path), prompt, params)
+        expected, _ = last_steps(plain, prompt, params)
+        actual, gain = last_steps(engine, prompt, params)
         assert actual == expected
         gains |= gain
     assert len(gains) > 1
@@ -273,15 +274,24 @@ def test_end_of_sequence_amid_drafts(get_repeater: Callable[[str], Checkpoint], 
     assert len(gains) > 2
 
 
+@pytest.fixture(scope="module")
+def to_the_end(repeater: Checkpoint) -> list[list[int]]:
+    """What Hugging Face adds to each prompt, up to the last position."""
+    return [greedy_reference(repeater.model, prompt, MAX_LEN - len(prompt)) for prompt in repeater.prompts]
+
+
 @pytest.mark.parametrize("max_model_len", [128, 50, 49, 48])
 @pytest.mark.parametrize("count", [5, 30])
-def test_up_to_the_last_position(repeater: Checkpoint, max_model_len: int, count: int) -> None:
+def test_up_to_the_last_position(
+    repeater: Checkpoint, to_the_end: list[list[int]], max_model_len: int, count: int
+) -> None:
     options = dict(max_model_len=max_model_len, block_size=8, num_blocks=-(-max_model_len // 8))
     engine = speculating(repeater.path, num_speculative_tokens=count, **options)
-    prompts = [prompt for prompt in repeater.prompts if len(prompt) < max_model_len - 1]
-    outputs = run(engine, prompts, SamplingParams(temperature=0, max_tokens=None))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        assert output.outputs[0].token_ids == greedy_reference(repeater.model, prompt, max_model_len - len(prompt))
+    pairs = zip(repeater.prompts, to_the_end, strict=True)
+    prompts, expected = zip(*((prompt, end) for prompt, end in pairs if len(prompt) < max_model_len - 1), strict=True)
+    outputs = run(engine, list(prompts), SamplingParams(temperature=0, max_tokens=None))
+    for prompt, tokens, output in zip(prompts, expected, outputs, strict=True):
+        assert output.outputs[0].token_ids == tokens[: max_model_len - len(prompt)]
         assert output.outputs[0].finish_reason == "length"
     expect_both_outcomes(engine)
     assert MAX_LEN == 128

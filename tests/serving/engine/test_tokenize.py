@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.generation_config import GenerationDefaults
+from pagedattn_serve.pooling_params import Pooling
 from pagedattn_serve.requests.inputs import InputProcessor, RequestArgs
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -121,7 +122,7 @@ class OneAtATime:
 
 
 def test_one_thread_at_a_time() -> None:
-    inputs = InputProcessor(OneAtATime(), 2, 8, frozenset(), GenerationDefaults(SamplingParams()))
+    inputs = InputProcessor(OneAtATime(), 2, 8, frozenset(), GenerationDefaults(SamplingParams()), Pooling(), 0)
 
     def use(i: int) -> None:
         assert inputs.texts.tokenize("a") == [1]

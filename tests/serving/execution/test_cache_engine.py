@@ -19,16 +19,19 @@ from torch import Tensor
 from pagedattn_ext import ops
 from pagedattn_serve.execution import cache_engine
 from pagedattn_serve.execution.cache_engine import CacheEngine
-from pagedattn_serve.models.cache_shape import CacheShape, allocate_caches
+from pagedattn_serve.models.cache_shape import CacheGroups, CacheShape, allocate_caches, group_caches
 from pagedattn_serve.models.causal_lm import KVCache
 
 SHAPES = [CacheShape(2, 12), CacheShape(1, 20), CacheShape(2, 12), CacheShape(3, 8)]
+GROUPS = CacheGroups.single(SHAPES)
+# Two groups of two caches each, whose blocks lie in the same two pairs of tensors.
+TWO_GROUPS = group_caches([CacheShape(2, 12, window=window) for window in (5, None, None, 5)])
 NUM_CACHES, NUM_BLOCKS, NUM_HOST_BLOCKS = len(SHAPES), 6, 5
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
-def make_engine(device: str = "cpu", dtype: torch.dtype = torch.float32) -> CacheEngine:
-    engine = CacheEngine(SHAPES, NUM_BLOCKS, 8, dtype, device, NUM_HOST_BLOCKS)
+def make_engine(device: str = "cpu", dtype: torch.dtype = torch.float32, groups: CacheGroups = GROUPS) -> CacheEngine:
+    engine = CacheEngine(groups, NUM_BLOCKS, 8, dtype, device, NUM_HOST_BLOCKS)
     generator = torch.Generator().manual_seed(0)
     for cache in tensors(engine):
         bits = cache.view(torch.uint8)
@@ -87,7 +90,7 @@ def test_a_pool_that_does_not_fit() -> None:
         r"^swap_space: expected a pool that fits .* got 1,000,000,000,000 blocks of 8 tokens, 5,888,000,000,000,000 b"
     )
     with pytest.raises(MemoryError, match=message):
-        CacheEngine(SHAPES, 4, 8, torch.float32, "cpu", num_host_blocks=10**12)
+        CacheEngine(GROUPS, 4, 8, torch.float32, "cpu", num_host_blocks=10**12)
 
 
 def test_a_pool_takes_memory_as_it_is_written() -> None:
@@ -96,7 +99,9 @@ def test_a_pool_takes_memory_as_it_is_written() -> None:
             return int(file.read().split()[1]) * 4096
 
     before = resident()
-    engine = CacheEngine([CacheShape(8, 128)] * 2, 4, 16, torch.float32, "cpu", num_host_blocks=4096)
+    engine = CacheEngine(
+        CacheGroups.single([CacheShape(8, 128)] * 2), 4, 16, torch.float32, "cpu", num_host_blocks=4096
+    )
     assert resident() - before < 100 << 20 < sum(cache.nbytes for caches in engine.host_caches for cache in caches)
 
 
@@ -240,13 +245,15 @@ def run(engine: CacheEngine, steps: list[dict[str, Any]], do: Callable[..., obje
     return seen
 
 
-@given(steps=steps, chance=st.randoms(use_true_random=False))
-def test_nothing_is_read_or_written_too_early(steps: list[dict[str, Any]], chance: random.Random) -> None:
+@given(steps=steps, chance=st.randoms(use_true_random=False), groups=st.sampled_from([GROUPS, TWO_GROUPS]))
+def test_nothing_is_read_or_written_too_early(
+    steps: list[dict[str, Any]], chance: random.Random, groups: CacheGroups
+) -> None:
     """As on the CPU, where everything happens at once."""
-    on_cpu = make_engine()
+    on_cpu = make_engine(groups=groups)
     expected = run(on_cpu, steps, lambda function, *arguments: function(*arguments))
     with made_up_cuda() as cuda:
-        on_cuda = make_engine("cuda")
+        on_cuda = make_engine("cuda", groups=groups)
         actual = run(on_cuda, steps, cuda.enqueue)
         cuda.finish(chance)
     assert actual == expected

@@ -62,7 +62,7 @@ def test_useful_blocks_are_enough_and_not_one_more(max_num_seqs: int, max_model_
     def beside_watermark(num_blocks: int) -> int:
         return num_blocks - math.ceil(num_blocks * DEFAULT_WATERMARK)
 
-    num_blocks = num_useful_blocks(config, block_size)
+    num_blocks = num_useful_blocks(config, CacheConfig(num_blocks=1, block_size=block_size))
     assert beside_watermark(num_blocks) >= held > beside_watermark(num_blocks - 1)
 
 
@@ -98,11 +98,11 @@ configs = st.builds(
 
 @given(config=configs, block_size=st.sampled_from([8, 16, 32, 64]))
 def test_the_largest_batch_is_within_the_limits_and_reaches_them(config: SchedulerConfig, block_size: int) -> None:
-    batch = largest_batch(config, block_size)
+    batch = largest_batch(config, CacheConfig(num_blocks=1, block_size=block_size))
     assert len(batch.sequences) == min(config.max_num_seqs, config.max_num_batched_tokens)
     assert batch.num_tokens <= config.max_num_batched_tokens
-    tables = [blocks for _, _, blocks in batch.table_writes]
-    assert [(row, column) for row, column, _ in batch.table_writes] == [(i, 0) for i in range(len(batch.sequences))]
+    tables = [blocks for *_, blocks in batch.table_writes]
+    assert [place for *place, _ in batch.table_writes] == [[0, i, 0] for i in range(len(batch.sequences))]
     blocks = [block for table in tables for block in table]
     assert sorted(blocks) == list(range(len(blocks)))  # no block twice, none between them without use
     lengths = {scheduled.num_new_tokens for scheduled in batch.sequences}
@@ -129,8 +129,8 @@ def test_the_largest_batch_is_within_the_limits_and_reaches_them(config: Schedul
 @pytest.mark.parametrize("block_size", [8, 64])
 def test_the_largest_batch_runs(model: CausalLM, limits: dict[str, int], block_size: int) -> None:
     config = SchedulerConfig(**limits)
-    batch = largest_batch(config, block_size)
-    num_blocks = sum(len(blocks) for _, _, blocks in batch.table_writes)
+    batch = largest_batch(config, CacheConfig(num_blocks=1, block_size=block_size))
+    num_blocks = sum(len(blocks) for *_, blocks in batch.table_writes)
     cache_config = CacheConfig(num_blocks=num_blocks, block_size=block_size)
     tables = TableArray(config, cache_config)
     for write in batch.table_writes:

@@ -52,20 +52,20 @@ def test_memory_of_graphs_is_bounded(llama: Checkpoint, monkeypatch: pytest.Monk
     run(engine, llama.prompts[:4], greedy)
     graphs = engine.model_runner._graphs
     assert graphs is not None
-    sizes = {num_seqs: graph.num_bytes for num_seqs, (graph, _) in graphs._graphs.items()}
+    sizes = {num_seqs: graph.num_bytes for (_, num_seqs), (graph, _) in graphs._graphs.items()}
     assert sizes[4] > 0
     monkeypatch.setattr(decode_graphs, "MAX_BYTES", 2 * sizes[4])
     for num_seqs in (3, 4, 2, 4, 1, 4):
         prompts = llama.prompts[:num_seqs]
         assert token_ids(run(engine, prompts, greedy)) == token_ids(run(eager, prompts, greedy))
         assert sum(graph.num_bytes for graph, _ in graphs._graphs.values()) <= 2 * sizes[4]
-        assert list(graphs._graphs)[-1] == num_seqs
+        assert list(graphs._graphs)[-1] == (0, num_seqs)
     calls = count_model_calls(engine)
     run(engine, llama.prompts[:4], greedy)
     assert 4 not in calls, "no capture for a number that came just before"
     monkeypatch.setattr(decode_graphs, "MAX_BYTES", 0)
     assert token_ids(run(engine, llama.prompts[:3], greedy)) == token_ids(run(eager, llama.prompts[:3], greedy))
-    assert list(graphs._graphs) == [3], "the last graph stays, whatever it takes"
+    assert list(graphs._graphs) == [(0, 3)], "the last graph stays, whatever it takes"
 
 
 def test_quantized_and_16_bits(llama: Checkpoint) -> None:

@@ -86,7 +86,7 @@ def check_inputs(runner: ModelRunner, manager: BlockManager, batch: ScheduledBat
     tensors = {
         "token_ids": token_ids,
         "positions": positions,
-        "slot_mapping": metadata.slot_mapping,
+        "slot_mapping": metadata.slot_mappings[0],
         "seq_lens": metadata.seq_lens,
         "query_start_loc": starts,
         "sampling_rows": metadata.sampling_rows,
@@ -95,10 +95,11 @@ def check_inputs(runner: ModelRunner, manager: BlockManager, batch: ScheduledBat
     for name, tensor in tensors.items():
         assert tensor.dtype == (torch.int32 if name in ("seq_lens", "query_start_loc") else torch.int64)
     assert metadata.max_seq_len == max(tensors["seq_lens"].tolist())
-    assert metadata.block_tables.dtype == torch.int32
-    assert metadata.block_tables.shape == (len(batch.sequences), -(-metadata.max_seq_len // manager.block_size))
+    [block_tables] = metadata.block_tables
+    assert block_tables.dtype == torch.int32
+    assert block_tables.shape == (len(batch.sequences), -(-metadata.max_seq_len // manager.block_size))
     lengths = [-(-length // manager.block_size) for length in tensors["seq_lens"].tolist()]
-    for row, scheduled, length in zip(metadata.block_tables.tolist(), batch.sequences, lengths, strict=True):
+    for row, scheduled, length in zip(block_tables.tolist(), batch.sequences, lengths, strict=True):
         assert row[:length] == manager.block_table(scheduled.sequence)[:length]
     assert all(tensor.is_contiguous() for tensor in tensors.values())
 
@@ -196,9 +197,7 @@ def test_blocks_are_copied_before_the_model_runs(model: CausalLM, llama: Checkpo
     for sequence, token_id in [(child, 5), (parent, 77)]:
         sequence.num_computed_tokens = len(prompt)
         sequence.output_token_ids.append(token_id)
-        pair = manager.append(sequence)
-        if pair is not None:
-            batch.blocks_to_copy.append(pair)
+        batch.blocks_to_copy += manager.append(sequence)
         batch.sequences.append(ScheduledSequence(sequence, 1, num_samples=1))
     manager.place(batch)
     assert len(batch.blocks_to_copy) == 1

@@ -17,7 +17,7 @@ from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.scheduling.sequence import ScheduledBatch
 
 T = TypeVar("T")
-TIMEOUT = 60.0  # seconds, for what would hang otherwise
+TIMEOUT = 240.0  # seconds, for what would hang otherwise
 FAKE_TOKEN = 7
 
 
@@ -142,6 +142,11 @@ class Runner:
 
     def release(self) -> None:
         self._free.set()
+
+    def free(self) -> None:
+        """Let all further steps go on, one after the other."""
+        self._one_by_one = False
+        self.release()
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:

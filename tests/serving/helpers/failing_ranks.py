@@ -2,11 +2,14 @@
 
 import time
 from collections.abc import Callable
+from statistics import mean
+from typing import Any
 
 import pytest
 from faulty_rank import IS_KILLED
 from server_process import AT_ONCE_SECONDS
-from test_interrupts import expect_nothing_left
+from test_interrupts import Places, chosen, expect_nothing_left, shortest
+from warm_ranks import memfds
 
 from pagedattn_serve import LLMEngine, SamplingParams
 
@@ -46,3 +49,32 @@ def expect_death_amid_a_step(engine: LLMEngine, death: str) -> None:
     assert error_of(engine.step) == death
     assert engine.abort_request("next") is not None
     expect_nothing_left(engine)
+
+
+def interrupt_at_places(
+    engine: LLMEngine, expect_right_tokens: Callable[[], None], files: set[str], joins: bool
+) -> float:
+    """Interrupt steps at places in these files, or the joining of a new group. The next requests have their tokens, and
+    no memory is left. Returns the share of the places that were reached."""
+    executor: Any = engine.executor
+    expect_right_tokens()
+
+    def run_once() -> None:
+        executor._are_in_step = not joins
+        expect_right_tokens()
+
+    seen = shortest(run_once, files)
+    before = memfds()
+    ends_of_joining = [i for i, (name, _) in enumerate(seen) if name == "Executor._join"]
+    were_reached = []
+    for at in chosen(seen[: ends_of_joining[-1] if joins else None]):
+        were_reached.append(False)
+        try:
+            with Places(at, files):
+                run_once()
+        except KeyboardInterrupt:
+            were_reached[-1] = True
+        expect_nothing_left(engine)
+        expect_right_tokens()
+    assert len(memfds()) == len(before)
+    return mean(were_reached)

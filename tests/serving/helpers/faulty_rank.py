@@ -17,12 +17,14 @@ from torch import Tensor
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.distributed import process_group, worker
 from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
+from pagedattn_serve.distributed.pipeline import PipelineCommunicator
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator
 from pagedattn_serve.execution.model_runner import StepInputs, StepRunner
+from pagedattn_serve.models.causal_lm import ModelOutput
 
 RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS, HANGS = 90, 91, 92, 93, 94
 
-run_model = StepRunner.run_model
+run_model, send = StepRunner.run_model, PipelineCommunicator.send
 done: set[int] = set()  # faults, by token
 ahead: list[int] = []  # the fault of this step, if one is to come
 
@@ -40,30 +42,40 @@ def no_connection(*_: Any) -> NoReturn:
     raise RuntimeError("no socket interface found")
 
 
-def run_faulty_step(runner: StepRunner, inputs: StepInputs) -> Tensor:
+def run_faulty_step(runner: StepRunner, inputs: StepInputs, *carried: Tensor | None) -> ModelOutput:
     ahead[:] = [token for token in (RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS, HANGS) if token in inputs.token_ids]
     if ahead == [HAS_OTHER_INPUTS]:
         inputs.positions[0] += 1
-    return run_model(runner, inputs)
+    return run_model(runner, inputs, *carried)
+
+
+def fail() -> None:
+    """With the fault of this step, once."""
+    if ahead and ahead[0] not in done:
+        done.add(ahead[0])
+        match ahead[0]:
+            case 90:
+                raise MemoryError("no memory amid a step")
+            case 91:
+                die()
+            case 92:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case 94:
+                ctypes.CDLL(None).pause()
 
 
 def faulty(all_reduce: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
     def faulty_all_reduce(communicator: object, tensor: Tensor) -> Tensor:
         result = all_reduce(communicator, tensor)
-        if ahead and ahead[0] not in done:
-            done.add(ahead[0])
-            match ahead[0]:
-                case 90:
-                    raise MemoryError("no memory amid a step")
-                case 91:
-                    die()
-                case 92:
-                    os.kill(os.getpid(), signal.SIGSTOP)
-                case 94:
-                    ctypes.CDLL(None).pause()
+        fail()
         return result
 
     return faulty_all_reduce
+
+
+def faulty_send(pipeline: PipelineCommunicator, carried: Tensor) -> None:
+    fail()
+    send(pipeline, carried)
 
 
 def main(fd: int, fault: str, module: str, *arguments: str) -> None:
@@ -85,7 +97,8 @@ def main(fd: int, fault: str, module: str, *arguments: str) -> None:
         case "room":
             worker.limit_to_memory = lambda *_: CacheConfig(num_blocks=11, num_host_blocks=5)
         case "tokens":
-            StepRunner.run_model = run_faulty_step  # type: ignore[method-assign]
+            StepRunner.run_model = run_faulty_step  # type: ignore[method-assign, assignment]
+            PipelineCommunicator.send = faulty_send  # type: ignore[method-assign]
             for communicator in SharedMemoryCommunicator, ProcessGroupCommunicator:
                 communicator.all_reduce = faulty(communicator.all_reduce)  # type: ignore[method-assign]
     importlib.import_module(module).main(fd, *arguments)

@@ -1,10 +1,10 @@
-"""Starts ranks as children of a process that has imported torch before: it takes a fifth of a second, not five.
+"""Starts ranks as children of a process that has imported torch before: it takes a fifth of a second, not five. The
+process is a child of that of warm_python.py.
 
 The socket to rank 0, and the program that runs on it, are those of a rank that rank 0 starts itself.
 """
 
 import functools
-import gc
 import importlib
 import json
 import os
@@ -16,9 +16,11 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from warm_python import PRELOADED
+from server_process import START_SECONDS
+from warm_python import wait_for
 
 LARGEST_MESSAGE = 1 << 16
+PROGRAM = "import sys; sys.path[:] = sys.argv[1:]; import warm_ranks; warm_ranks.main()"
 
 
 class WarmProcess:
@@ -84,9 +86,9 @@ def server() -> socket.socket:
     """A connection to the process, one for all tests. It ends with this one."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        request = {"arguments": ["-c", PROGRAM, *sys.path], "cwd": os.getcwd(), "environment": dict(os.environ)}
+        status = wait_for(request, [theirs.fileno(), 1, 2], START_SECONDS)
+    assert status == 0
     return ours
 
 
@@ -110,16 +112,11 @@ def serve(connection: socket.socket) -> tuple[int, list[str]] | None:
 
 
 def main() -> None:
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
+    if os.fork() != 0:
+        os._exit(0)  # who asked does not wait for the server, but for this process
+    with open(os.devnull, "rb") as nowhere, socket.socket(fileno=os.dup(0)) as connection:
+        os.dup2(nowhere.fileno(), 0)
         asked = serve(connection)
     if asked is not None:
         fd, [module, *arguments] = asked
         importlib.import_module(module).main(fd, *arguments)
-
-
-if __name__ == "__main__":
-    main()

@@ -63,7 +63,11 @@ def test_what_is_nowhere(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     """The name of a repository comes with the command that downloads it."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    advice = rf" \(a repository of Hugging Face is downloaded with `hf download {REPO}`\)" if name == REPO else ".*"
+    advice = (
+        rf" \(a repository of Hugging Face is downloaded with `hf download {REPO}`, or with allow_download\)"
+        if name == REPO
+        else ".*"
+    )
     with pytest.raises(
         FileNotFoundError, match=f"^model: expected a directory with a config.json, got {name}{advice}$"
     ):

@@ -293,5 +293,5 @@ def test_a_number_that_cannot_be_quantized(tmp_path: Path) -> None:
 
 def test_without_the_package(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf.constants", None)
-    with pytest.raises(ImportError, match=r"model: expected the package gguf .*pip install .*\[gguf\]"):
+    with pytest.raises(ImportError, match=r"model: expected the package gguf .*pip install .*python\[gguf\]"):
         load_model(file)

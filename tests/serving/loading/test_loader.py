@@ -299,8 +299,17 @@ def test_a_base_model_generates_with_its_tied_embedding(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gpt2-inner-untied"])
 def test_a_base_model_without_a_head(tmp_path: Path, name: str) -> None:
-    make_model(name).base_model.save_pretrained(tmp_path)
-    expect_misfit(tmp_path, "missing lm_head.weight, which config.json does not tie to the embedding: a model without")
+    """It gives embeddings alone; but an architecture with a head lacks the head."""
+    model = make_model(name)
+    model.base_model.save_pretrained(tmp_path)
+    engine = LLMEngine(str(tmp_path), num_blocks=8)
+    with pytest.raises(
+        ValueError, match=r"model: expected one with a head \(lm_head\), to generate, got one that gives"
+    ):
+        engine.add_request("a", [1, 2])
+    assert not engine.has_unfinished_requests()
+    change_config(tmp_path, architectures=[type(model).__name__])
+    expect_misfit(tmp_path, "missing lm_head.weight, which config.json does not tie to the embedding")
 
 
 # ---- tensors that do not fit ----------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_the_form_of_a_layer(
 ) -> None:
     forms = LinearForms("head", quantization)
     layer = nn.Linear(*shape)
-    assert forms.of(name, layer) is type(forms.pack(name, layer)) is expected
+    assert forms.of(name, layer.in_features) is type(forms.pack(name, layer)) is expected
 
 
 def test_layers_are_replaced_one_by_one() -> None:
@@ -203,15 +203,14 @@ def test_quantizations_that_there_are_not(quantization: object) -> None:
 
 
 def test_forms_in_words() -> None:
-    layers = [nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(50, 64), nn.Linear(64, VOCAB_SIZE)]
-    model = nn.Sequential(*layers).to("meta")
-    assert LinearForms("3", None).describe(model) == PackedLinear.FORM
-    assert LinearForms("3", "int8").describe(model) == Int8Linear.FORM
+    """Of layers with so many inputs."""
+    layers = {"0": 64, "1": 64, "2": 50, "3": 64}
+    assert LinearForms("3", None).describe(layers) == PackedLinear.FORM
+    assert LinearForms("3", "int8").describe(layers) == Int8Linear.FORM
     int4 = LinearForms("3", "int4")
-    assert int4.describe(model) == f"2 {Int4Linear.FORM}; 1 {Int8Linear.FORM}"
-    assert int4.describe(model[3:]) == f"the last one {Int8Linear.FORM}"
-    two = nn.Sequential(layers[0], layers[3])
-    assert LinearForms("1", "int4").describe(two) == f"{Int4Linear.FORM}; the last one {Int8Linear.FORM}"
+    assert int4.describe(layers) == f"2 {Int4Linear.FORM}; 1 {Int8Linear.FORM}"
+    assert int4.describe({"3": 64}) == f"the last one {Int8Linear.FORM}"
+    assert int4.describe({"0": 64, "3": 64}) == f"{Int4Linear.FORM}; the last one {Int8Linear.FORM}"
 
 
 def test_memory_does_not_grow_with_every_number_of_rows() -> None:

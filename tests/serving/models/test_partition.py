@@ -25,7 +25,14 @@ from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.loading.weights import checkpoint_shapes
 from pagedattn_serve.models.cache_shape import allocate_caches
-from pagedattn_serve.models.causal_lm import AttentionMetadata, CausalLM, KVCache, NativeCausalLM
+from pagedattn_serve.models.causal_lm import (
+    AttentionMetadata,
+    CausalLM,
+    KVCache,
+    NativeCausalLM,
+    SequenceRows,
+    StepStates,
+)
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
 from pagedattn_serve.models.partition import Partition, Share, one_after_another, split
 from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
@@ -52,6 +59,7 @@ def greedy(model: CausalLM, prompts: list[list[int]], num_tokens: int = NUM_TOKE
     blocks_per_seq = -(-(max(map(len, prompts)) + num_tokens) // BLOCK_SIZE)
     pairs = allocate_caches(model.cache_shapes, len(prompts) * blocks_per_seq, BLOCK_SIZE, model.dtype)
     kv_caches = [KVCache(*pair) for pair in pairs]
+    states = [torch.empty(len(prompts), *state.shape, dtype=state.dtype) for state in model.states]
     tables = torch.arange(len(prompts) * blocks_per_seq, dtype=torch.int32).view(len(prompts), -1).flip(1).contiguous()
     outputs: list[list[int]] = [[] for _ in prompts]
     new, computed, logits = prompts, [0] * len(prompts), []
@@ -59,14 +67,16 @@ def greedy(model: CausalLM, prompts: list[list[int]], num_tokens: int = NUM_TOKE
         counts = [len(tokens) for tokens in new]
         positions = torch.cat([torch.arange(c, c + n) for c, n in zip(computed, counts, strict=True)])
         seq = torch.arange(len(new)).repeat_interleave(torch.tensor(counts))
-        computed = [c + n for c, n in zip(computed, counts, strict=True)]
         starts = torch.tensor([0, *counts]).cumsum(0)
+        of_states = [SequenceRows(int(starts[i]), n, i, not computed[i]) for i, n in enumerate(counts)]
+        computed = [c + n for c, n in zip(computed, counts, strict=True)]
         metadata = AttentionMetadata(
-            slot_mapping=tables[seq, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE,
-            block_tables=tables,
+            slot_mappings=[tables[seq, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE],
+            block_tables=[tables],
             seq_lens=torch.tensor(computed, dtype=torch.int32),
             query_start_loc=None if max(counts) == 1 else starts.int(),
             sampling_rows=torch.arange(len(seq)),
+            states=StepStates(states, of_states) if states else None,
         )
         token_ids = torch.tensor([token for tokens in new for token in tokens])
         rows = model(token_ids, positions, kv_caches, metadata)

@@ -42,7 +42,7 @@ def step_inputs(chunks: list[tuple[int, int]], rows: list[int]) -> StepInputs:
     return StepInputs(
         token_ids=np.concatenate(tokens),
         positions=positions,
-        slot_mapping=blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
+        slot_mappings=(blocks.astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE)[None],
         seq_lens=np.array([end for _, end in chunks], dtype=np.int32),
         query_start_loc=np.cumsum([0, *counts], dtype=np.int32),
         sampling_rows=np.array(rows, dtype=np.int64),
@@ -55,10 +55,10 @@ def logits_of(model: CausalLM, rows: list[int]) -> Tensor:
     cache_config = CacheConfig(num_blocks=4, block_size=BLOCK_SIZE)
     tables = TableArray(SchedulerConfig(max_model_len=32), cache_config)
     for row, blocks in enumerate(BLOCK_TABLES.tolist()):
-        tables.write(row, 0, blocks)
+        tables.write(0, row, 0, blocks)
     runner = StepRunner(model, cache_config, tables, "cpu")
-    assert len(runner.run_model(step_inputs([(0, CACHED)], []))) == 0
-    return runner.run_model(step_inputs([(CACHED, 19), (0, 7)], rows))
+    assert len(runner.run_model(step_inputs([(0, CACHED)], [])).logits) == 0
+    return runner.run_model(step_inputs([(CACHED, 19), (0, 7)], rows)).logits
 
 
 def count_rows(monkeypatch: pytest.MonkeyPatch, model: CausalLM, last_of_mlp: str) -> tuple[list[int], list[int]]:

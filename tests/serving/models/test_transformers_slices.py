@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_partition import greedy, on_one
 from test_transformers_models import make_config, make_model, prompts_of, references
+from test_transformers_states import FAMILIES
 from thread_ranks import Ranks, ThreadCommunicator, run_ranks
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, Olmo2Config
@@ -51,6 +52,11 @@ SPLITS: dict[tuple[str, int], tuple[dict[str, Any], tuple[int, int]]] = {
     ("qwen3_moe", 4): ({}, (1, 1)),
     ("gemma4_text", 2): ({}, (2, 1)),  # heads by layer, one of them a copy on each rank; layers that share a cache
     ("gpt_oss", 4): (dict(num_local_experts=7), (1, 1)),  # sinks, and whole experts: one rank has one of them
+    **{
+        (model_type, 2): (FAMILIES[model_type][0], (2, 1))  # whole mixers, and heads as those before have them
+        for model_type in ("falcon_h1", "granitemoehybrid", "jamba", "lfm2", "nemotron_h", "qwen3_next")
+    },
+    ("mamba2", 2): (FAMILIES["mamba2"][0], (0, 0)),  # mixers alone
 }
 
 
@@ -64,7 +70,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, world
 
     def run(communicator: ThreadCommunicator) -> tuple[list[list[int]], Tensor]:
         slices = load_slices(tmp_path, communicator)
-        assert (slices.num_heads, slices.cache_shapes[0].num_kv_heads) == heads
+        assert (slices.num_heads, max((shape.num_kv_heads for shape in slices.cache_shapes), default=0)) == heads
         return greedy(slices, prompts, 12)
 
     _, whole = on_one(tmp_path, prompts, 12)
@@ -75,10 +81,13 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, world
     torch.testing.assert_close(ranks[0][1], whole, rtol=1e-4, atol=1e-4 * float(whole.std()))
 
 
-@pytest.mark.parametrize(("model_type", "world_size"), [("phi3", 2), ("qwen3_moe", 4), ("gpt_oss", 4)])
+@pytest.mark.parametrize(
+    ("model_type", "world_size"), [("phi3", 2), ("qwen3_moe", 4), ("gpt_oss", 4), ("granitemoehybrid", 2)]
+)
 def test_slices_cover_each_parameter(tmp_path: Path, model_type: str, world_size: int) -> None:
-    """Once, if they are split; and all but norms and routers are."""
-    model = make_model(model_type)
+    """Once, if they are split; and all but norms, routers, and what mixers have beside linear layers."""
+    fields, _ = FAMILIES.get(model_type, ({}, 0))
+    model = make_model(model_type, **fields)
     model.save_pretrained(tmp_path)
     expected = dict(model.named_parameters())
     slices = [build_slices(tmp_path, rank, world_size).slices for rank in range(world_size)]
@@ -92,6 +101,7 @@ def test_slices_cover_each_parameter(tmp_path: Path, model_type: str, world_size
     num_kv_heads = model.config.num_key_value_heads
     for name, count in counts.items():
         is_whole = any(part in name for part in ("norm", "router", "mlp.gate.")) or name.endswith("o_proj.bias")
+        is_whole |= ".mamba." in name and "_proj." not in name
         is_copied = "k_proj" in name or "v_proj" in name
         copies = 0 if is_whole else max(1, world_size // num_kv_heads) if is_copied else 1
         assert count.unique().tolist() == [copies], name

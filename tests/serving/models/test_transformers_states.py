@@ -10,15 +10,16 @@ import pytest
 from checkpoints import SMALL, finish_all, greedy_references, run, token_ids
 from test_transformers_models import EXPERTS, Save, prompts_of, references, save
 from torch import Tensor, nn
+from warm_ranks import StartedRanks
 
 from pagedattn_serve.cli import main
 from pagedattn_serve.config import UNBOUNDED, CacheConfig, SchedulerConfig
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.engine_setup import limit_to_cache, limit_to_memory
+from pagedattn_serve.llm import LLM
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.models.linear import PackedLinear
-from pagedattn_serve.models.partition import Partition
 from pagedattn_serve.models.transformers_model import TransformersCausalLM
 from pagedattn_serve.models.transformers_states import ON_OPS, MixerForward, mixers
 from pagedattn_serve.sampling_params import SamplingParams
@@ -60,6 +61,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
     "olmo_hybrid": (dict(**DELTA, layer_types=HYBRID), 1),
     "qwen3_5_text": (dict(**DELTA, layer_types=HYBRID, head_dim=16), 1),
     "qwen3_next": (dict(**DELTA, **EXPERTS, layer_types=HYBRID, head_dim=16, shared_expert_intermediate_size=24), 1),
+    "zamba": (
+        dict(layers_block_type=["mamba", "hybrid"], num_key_value_heads=4, attention_hidden_size=96, mamba_d_state=8)
+        | dict(attention_head_dim=24, mamba_dt_rank=4, use_mamba_kernels=False),
+        1,
+    ),
     "zamba2": (
         dict(layers_block_type=["linear_attention", "hybrid"], mamba_d_state=16, n_mamba_heads=8, mamba_headdim=12)
         | dict(mamba_ngroups=1, chunk_size=8, num_mem_blocks=1, adapter_rank=8),
@@ -70,9 +76,10 @@ CONVOLUTION = {"causal_conv1d_fn", "causal_conv1d_update"}
 MAMBA = {"mamba2_chunk_scan", "mamba2_selective_state_update"}
 MAMBA_1 = {"mamba_selective_scan", "mamba_selective_state_update"}
 DELTA_RULE = {"torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"}
+OF_MAMBA_1 = ("falcon_mamba", "jamba", "mamba", "zamba")
 OPS_OF = {  # what of a mixer runs on the ops; all others are Mamba 2
     **dict.fromkeys(("kimi_linear", "lfm2", "lfm2_moe"), CONVOLUTION),
-    **dict.fromkeys(("falcon_mamba", "jamba", "mamba"), CONVOLUTION | MAMBA_1),
+    **dict.fromkeys(OF_MAMBA_1, CONVOLUTION | MAMBA_1),
     **dict.fromkeys(("olmo_hybrid", "qwen3_5_text", "qwen3_next"), CONVOLUTION | DELTA_RULE),
     "minimax": set(),
 }
@@ -113,7 +120,7 @@ def test_greedy_equals_hugging_face_under_preemption(save: Save, model_type: str
     assert token_ids(run(engine, prompts, GREEDY)) == expected
     assert engine.stats().num_preemptions > 0
     assert names_on_ops(engine) == OPS_OF.get(model_type, CONVOLUTION | MAMBA)
-    is_mamba_1 = model_type in ("falcon_mamba", "jamba", "mamba")  # whose prompts leave no checkpoints
+    is_mamba_1 = model_type in OF_MAMBA_1  # whose prompts leave no checkpoints
     assert engine.model_runner.model.forgets_states == is_mamba_1
     assert engine.stats().num_state_slots == (3 if is_mamba_1 else 6)  # as many as sequences run, and checkpoints
     assert len(engine.model_runner.model.cache_shapes) == FAMILIES[model_type][1]
@@ -142,12 +149,40 @@ def test_samples_and_beams(save: Save, model_type: str, preemption_mode: str) ->
     expect_nothing_held(engine)
 
 
+# Torch's functions of single elements round the last few of a tensor in another way, where these are less than 32. So
+# all widths are multiples, as those of real models are.
+WIDE = dict(hidden_size=64, intermediate_size=96)
+BITS: dict[tuple[str, str], dict[str, int]] = {
+    ("falcon_h1", "bfloat16"): dict(mamba_d_ssm=64, mamba_d_head=16),  # a gate behind what the op rounds
+    ("mamba2", "float32"): dict(num_heads=16, head_dim=8),  # a last layer whose weight is asked for its dtype
+    ("qwen3_5_text", "float32"): dict(
+        linear_num_value_heads=32, linear_num_key_heads=8, linear_key_head_dim=4, linear_value_head_dim=4
+    ),
+}
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), BITS)
+def test_the_bits_are_those_of_a_sequence_alone(save: Save, model_type: str, dtype: str) -> None:
+    """In a batch, in chunks, a chunk of one token among them, and computed anew."""
+    path, _ = save(model_type, **fields_of(model_type) | WIDE | BITS[model_type, dtype])
+    prompts = prompts_of(model_type, LENGTHS)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
+
+    def logprobs(engine: LLMEngine, prompts: list[list[int]]) -> list[Any]:
+        return [output.outputs[0].logprobs for output in run(engine, prompts, params)]
+
+    alone = LLMEngine(path, dtype=dtype, block_size=8, enable_prefix_caching=False)
+    engine = LLMEngine(path, dtype=dtype, **SMALL)
+    assert logprobs(engine, prompts) == [logprobs(alone, [prompt])[0] for prompt in prompts]
+    assert engine.stats().num_preemptions > 0
+
+
 def test_a_step_that_failed_runs_from_the_first_token(save: Save) -> None:
     """In the first layer the state is already that after the step."""
     path, model = save("mamba2", **fields_of("mamba2"))
     prompts = prompts_of("failure", (5, 9))
     expected = references(model, prompts, NUM_TOKENS)
-    engine = LLMEngine(path, **SMALL)
+    engine = LLMEngine(path, **SMALL, enforce_eager=True)
     for i, prompt in enumerate(prompts):
         engine.add_request(str(i), prompt_token_ids=prompt, sampling_params=GREEDY)
     for _ in range(4):
@@ -167,7 +202,7 @@ def test_a_step_that_failed_runs_from_the_first_token(save: Save) -> None:
 
 def test_decodes_are_one_call_and_each_prompt_is_one(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = save("qwen3_5_text", **fields_of("qwen3_5_text"))
-    engine = LLMEngine(path)
+    engine = LLMEngine(path, enforce_eager=True)
     mixer = engine.model_runner.model.model.model.layers[0].linear_attn
     assert isinstance(mixer.forward, MixerForward)
     shapes: list[tuple[int, ...]] = []
@@ -204,6 +239,22 @@ def test_prompts_begin_with_what_others_have_computed(save: Save, model_type: st
     expect_nothing_held(few)
 
 
+def test_decodes_run_as_graphs(save: Save, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless a layer does what no replay can repeat; then the states are those before the capture."""
+    path, model = save("minimax", **fields_of("minimax"))  # whose states functions of torch write
+    prompts = prompts_of("graphs", (7, 12))
+    expected = references(model, prompts, NUM_TOKENS)
+    engine = LLMEngine(path, max_num_seqs=2)
+    assert token_ids(run(engine, prompts, GREEDY)) == expected
+    assert engine.model_runner._graphs is not None and list(engine.model_runner._graphs._graphs) == [(0, 2)]
+    engine = LLMEngine(path, max_num_seqs=2)
+    last = engine.model_runner.model.model.model.norm
+    last.register_forward_pre_hook(lambda _, args: args[0].sum().item() and None)
+    with caplog.at_level(logging.INFO, logger="pagedattn_serve"):
+        assert token_ids(run(engine, prompts, GREEDY)) == expected
+    assert caplog.text.count("no CPU graphs: CPUGraph: ") == 1
+
+
 def test_what_a_model_with_states_goes_without(save: Save, caplog: pytest.LogCaptureFixture) -> None:
     """Guesses; and prefixes, if chunks of prompts run token by token. The log says so, and the tokens are the same."""
     path, model = save("mamba", **fields_of("mamba"))
@@ -216,22 +267,50 @@ def test_what_a_model_with_states_goes_without(save: Save, caplog: pytest.LogCap
     for prompt, tokens in zip(prompts, expected, strict=True):  # one after the other
         assert token_ids(run(engine, [prompt], GREEDY)) == [tokens]
     assert engine.stats().num_found_tokens == engine.stats().num_proposed_tokens == 0
-    path, _ = save("lfm2", "lfm2", **fields_of("lfm2"))
-    with pytest.raises(ArgumentError, match="prefix: expected a model without states"):
-        LLMEngine(path).register_prefix([1] * 40)
 
 
-def test_ranks_do_not_share_states(save: Save) -> None:
-    path, _ = save("qwen3_next", **fields_of("qwen3_next"))
-    with pytest.raises(ArgumentError, match=r"tensor_parallel_size: expected 1, .* its layers keep states") as error:
-        build_model(path, partition=Partition(0, 2))
-    assert "Qwen3NextForCausalLM" in str(error.value)
+def test_states_are_not_kept_on_disk(save: Save, tmp_path: Path) -> None:
+    path, _ = save("qwen3_5_text", **fields_of("qwen3_5_text"))
+    with pytest.raises(ValueError, match=r"^prefix_cache_dir: expected None, as .* keeps states beside"):
+        LLMEngine(path, block_size=8, prefix_cache_dir=tmp_path / "blocks")
+
+
+def test_a_registered_prefix_is_found_when_all_else_is_gone(save: Save) -> None:
+    """Its states are kept beside its blocks, where it ends."""
+    path, model = save("qwen3_5_text", **fields_of("qwen3_5_text"))
+    prefix, other = prompts_of("prefix", (27, 30))
+    expected = greedy_references(model, [prefix + other], NUM_TOKENS)
+    llm = LLM(path, block_size=8, max_num_seqs=1, num_blocks=20)  # two slots, and one of them for the prefix
+    assert llm.register_prefix(prefix) == 24
+    for prompt in (other, other[1:]):  # each leaves its states in the other slot
+        llm.generate(prompt_token_ids=[prompt], sampling_params=GREEDY, use_tqdm=False)
+    assert llm.llm_engine.stats().num_found_tokens == 0
+    [output] = llm.generate(prompt_token_ids=[prefix + other], sampling_params=GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids] == expected
+    assert llm.llm_engine.stats().num_found_tokens == 24
+    expect_nothing_held(llm.llm_engine)
+
+
+def test_ranks_keep_the_same_states(save: Save, ranks: StartedRanks) -> None:
+    """Each copies, swaps, and keeps checkpoints, as rank 0 says."""
+    path, model = save("qwen3_next", **fields_of("qwen3_next"))
+    prompts = prompts_of("ranks", (17, 9, 33))
+    expected = greedy_references(model, prompts, NUM_TOKENS)
+    engine = LLMEngine(path, **SMALL | dict(max_num_seqs=4), preemption_mode="swap", tensor_parallel_size=2)
+    outputs = run(engine, prompts, SamplingParams(n=2, temperature=0, max_tokens=NUM_TOKENS))
+    assert [[each.token_ids for each in output.outputs] for output in outputs] == [[each] * 2 for each in expected]
+    assert engine.stats().num_swaps > 0
+    for _ in range(2):
+        assert token_ids(run(engine, prompts[:1], GREEDY)) == expected[:1]
+    assert engine.stats().num_found_tokens == 16
+    expect_nothing_held(engine)
 
 
 def test_weights_that_a_mixer_reads_stay_and_others_are_packed(save: Save) -> None:
-    """Mamba multiplies by dt_proj.weight itself, and asks for the dtype of its head's weight."""
+    """Mamba multiplies by dt_proj.weight itself, and only asks for the dtype of its head's weight."""
     path, _ = save("mamba", **fields_of("mamba"))
     model = load_model(path)
+    assert isinstance(model.model.lm_head.linear, PackedLinear)
     of_mixer = {name.rpartition(".")[2]: layer for name, layer in model.named_modules() if "mixer." in name}
     assert isinstance(of_mixer["dt_proj"], nn.Linear) and isinstance(of_mixer["in_proj"], PackedLinear)
 

@@ -53,7 +53,7 @@ def test_what_is_kept() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({}, ValueError, "structured_output: expected one of json, json_object, regex, choice, grammar, got none"),
+        ({}, ValueError, "structured_output: expected one of json, .*, grammar, structural_tag, got none"),
         ({"json": "{}", "regex": "a"}, ValueError, "structured_output: expected one of .*, got json and regex"),
         ({"json_object": True, "choice": ["a"]}, ValueError, "got json_object and choice"),
         ({"json_object": 1}, TypeError, "json_object: expected a bool"),
@@ -165,7 +165,7 @@ def test_a_form_is_compiled_once(tokenizer: PreTrainedTokenizerBase, monkeypatch
 
 def test_without_llguidance(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ImportError, match=r"expected llguidance: pip install .*'\.\[structured\]' in a clone"):
+    with pytest.raises(ImportError, match=r"expected llguidance: pip install .*'\./python\[structured\]' in a clone"):
         GrammarCompiler(tokenizer, len(tokenizer), EOS)
 
 

@@ -1,9 +1,11 @@
 """The paged cache with plain values for keys and values, and for states, to check what tables and slots lead to."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.scheduling.sequence import StateCopies
+from pagedattn_serve.scheduling.table_rows import RELEASED
 
 
 class FakeCache:
@@ -30,6 +32,12 @@ class FakeCache:
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         for src, dst in pairs:
             self.blocks[dst] = list(self.blocks[src])
+
+    def read_block(self, block: int) -> list[int | None]:
+        return list(self.blocks[block])
+
+    def write_block(self, block: int, values: list[int | None]) -> None:
+        self.blocks[block] = list(values)
 
     def copy_states(self, copies: StateCopies) -> None:
         for pairs, source, target in (
@@ -62,5 +70,25 @@ class FakeCache:
     def _read(self, blocks: list[list[int | None]], block_table: list[int], num_tokens: int) -> list[int | None]:
         values: list[int | None] = []
         for block in block_table[: -(-num_tokens // self.block_size)]:
-            values += blocks[block]
+            values += blocks[block] if block != RELEASED else [None] * self.block_size
         return values[:num_tokens]
+
+
+class FakeStore:
+    """In the place of `BlockStore`: what is put is there at once, and stays."""
+
+    num_at_once = 2
+
+    def __init__(self) -> None:
+        self.blocks: dict[bytes, list[int | None]] = {}
+        self.keys = self.blocks.keys()
+        self.files = SimpleNamespace(num_read=0, num_written=0)
+        self.has_room = True
+
+    def put(self, key: bytes, block: list[int | None]) -> None:
+        self.blocks[key] = block
+        self.files.num_written += 1
+
+    def read(self, keys: list[bytes]) -> dict[bytes, list[int | None]]:
+        self.files.num_read += len(keys)
+        return {key: self.blocks[key] for key in keys}

@@ -11,17 +11,19 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from fake_runner import ROW_ERROR, FakeModel, FakeRunner, first_visible, prompt_logprob
+from fake_cache import FakeStore
+from fake_runner import ROW_ERROR, FakeModel, FakeRunner, first_visible, in_group, prompt_logprob
 
 import pagedattn_serve
 from pagedattn_serve.config import DEFAULT_WATERMARK, CacheConfig, SchedulerConfig
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.generation_config import GenerationDefaults
+from pagedattn_serve.pooling_params import Pooling
 from pagedattn_serve.requests.inputs import InputProcessor, RequestArgs
 from pagedattn_serve.requests.request import Request
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams
-from pagedattn_serve.scheduling.block_manager import RELEASED, held
+from pagedattn_serve.scheduling.block_manager import RELEASED, Tables, held
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, SequenceGroup, SequenceStatus
 
@@ -33,11 +35,18 @@ TRACED = tuple(os.path.join(PACKAGE, name) for name in ("engine.py", "requests/"
 class EngineWithoutModel(LLMEngine):
     """The engine itself, of parts that are made already. on_restart: is called when the engine makes all anew."""
 
+    system_fingerprint = "fp_none"
+
     def __init__(
-        self, model_runner: Any, scheduler: Scheduler, inputs: InputProcessor, on_restart: Callable[[], None]
+        self,
+        model_runner: Any,
+        scheduler: Scheduler,
+        inputs: InputProcessor,
+        on_restart: Callable[[], None],
+        store: Any = None,
     ) -> None:
         self._on_restart = on_restart
-        self._join(model_runner, model_runner, scheduler, inputs)
+        self._join(model_runner, model_runner, scheduler, inputs, store)
 
     def _restart(self, requests: dict[str, Request]) -> None:
         super()._restart(requests)
@@ -48,6 +57,7 @@ class FakeEngine:
     """An `LLMEngine` with a runner that keeps hashes, and the checks.
 
     vocab_size, stop_rate, error_rate: as in `FakeModel`.
+    store: blocks beside the cache.
     num_times: how often things happened that a random run should meet.
     """
 
@@ -60,6 +70,7 @@ class FakeEngine:
         stop_rate: float = 0.0,
         error_rate: float = 0.0,
         seed: int = 0,
+        store: FakeStore | None = None,
     ) -> None:
         self.model = FakeModel(vocab_size, stop_rate, error_rate, seed)
         self.scheduler = Scheduler(scheduler_config, cache_config)
@@ -68,8 +79,10 @@ class FakeEngine:
         end_token_id = self.model.eos_token_id
         defaults = GenerationDefaults(SamplingParams())
         max_model_len = scheduler_config.max_model_len
-        inputs = InputProcessor(None, end_token_id + 1, max_model_len, frozenset({end_token_id}), defaults)
-        self.engine = EngineWithoutModel(self.runner, self.scheduler, inputs, self._begin_anew)
+        inputs = InputProcessor(
+            None, end_token_id + 1, max_model_len, frozenset({end_token_id}), defaults, Pooling(), 0
+        )
+        self.engine = EngineWithoutModel(self.runner, self.scheduler, inputs, self._begin_anew, store)
         self.cache = self.runner.cache
         self.groups: list[SequenceGroup] = []  # all that were ever added, in the order of their arrival
         self.requests: list[Request] = []  # the same
@@ -84,7 +97,7 @@ class FakeEngine:
         self._ran_before: set[SequenceGroup] = set()
         self._taken: ScheduledBatch | None = None  # what the runner was given last
         self._batch = ScheduledBatch()  # the same as it was then, copies and all
-        self._tables: dict[Sequence, list[int]] = {}  # as they were then
+        self._tables: dict[Sequence, Tables] = {}  # as they were then
 
     @property
     def unfinished(self) -> list[SequenceGroup]:
@@ -109,7 +122,7 @@ class FakeEngine:
         params.setdefault("temperature", 0.0 if params.get("use_beam_search") else 1.0)
         sampling = SamplingParams(max_tokens=max_tokens, n=n, **params)
         arrival = len(self.groups)
-        request = self.engine.inputs.make_request(
+        request = self.engine.make_request(
             RequestArgs(f"request {arrival}", None, sampling, token_ids, float(arrival), priority, cache_salt)
         )
         self._call(lambda: self.engine.queue_request(request), num_lines)
@@ -230,7 +243,7 @@ class FakeEngine:
         self._batch = ScheduledBatch(batch.sequences, *map(list, copies), batch.preempted, batch.outgrown)
         plain = [scheduled.sequence for scheduled in batch.sequences[: batch.num_plain]]
         self.num_times["plain decodes that go on"] += sum(sequence in self._tables for sequence in plain)
-        self._tables = {each.sequence: list(self.manager.tables[each.sequence]) for each in batch.sequences}
+        self._tables = {each.sequence: list(map(list, self.manager.tables[each.sequence])) for each in batch.sequences}
         for name in ("to_swap_out", "to_swap_in", "to_copy"):
             self.num_times[f"states {name}"] += bool(getattr(batch.state_copies, name))
         self.num_times["states kept"] += len(batch.state_checkpoints)
@@ -251,7 +264,11 @@ class FakeEngine:
     def _count_what_happened(self) -> None:
         for scheduled in self._batch.sequences:
             before, now = self._tables[scheduled.sequence], self.manager.tables.get(scheduled.sequence, [])
-            self.num_times["merged"] += any(block != other for block, other in zip(before, now, strict=False))
+            self.num_times["merged"] += any(
+                block != other
+                for table, later in zip(before, now, strict=False)
+                for block, other in zip(table, later, strict=False)
+            )
             self.num_times["prompt logprobs"] += scheduled.sequence.sampling.sampling_params.prompt_logprobs is not None
         ran = [scheduled.sequence for scheduled in self._batch.sequences]
         for group in self.scheduler.running:
@@ -351,9 +368,12 @@ class FakeEngine:
         sequences = [scheduled.sequence for scheduled in batch.sequences]
         assert len(set(sequences)) == len(sequences) <= config.max_num_seqs
         for scheduled in batch.sequences:
-            num_slots = len(self._tables[scheduled.sequence]) * self.manager.block_size
             num_tokens = scheduled.sequence.num_tokens + len(scheduled.draft_token_ids)
-            assert num_tokens <= num_slots < num_tokens + self.manager.block_size
+            num_run = scheduled.sequence.num_computed_tokens + scheduled.num_new_tokens
+            for table, window in zip(self._tables[scheduled.sequence], self.manager.windows, strict=True):
+                num_slots = len(table) * self.manager.block_size
+                assert num_slots < num_tokens + self.manager.block_size
+                assert num_slots >= (num_tokens if window is None else num_run + len(scheduled.draft_token_ids))
             assert not scheduled.draft_token_ids or (
                 group_of[scheduled.sequence].max_num_sequences == 1 == scheduled.num_samples
             )
@@ -380,10 +400,10 @@ class FakeEngine:
         for scheduled in batch.sequences:
             begin = scheduled.sequence.num_computed_tokens
             end = begin + scheduled.num_new_tokens + len(scheduled.draft_token_ids)
-            table = self._tables[scheduled.sequence]
-            for block in table[begin // self.cache.block_size : -(-end // self.cache.block_size)]:
-                key = self.manager._allocator._key_of.get(block)
-                assert key is None or key != self._sealed.get(block), f"block {block} is computed and written again"
+            for table in self._tables[scheduled.sequence]:
+                for block in table[begin // self.cache.block_size : -(-end // self.cache.block_size)]:
+                    key = self.manager._allocator._key_of.get(block)
+                    assert key is None or key != self._sealed.get(block), f"block {block} is computed and written again"
         for group in batch.preempted:
             # A group that made way for a better one may fit beside it after all: computed again, equal blocks are
             # shared.
@@ -517,7 +537,7 @@ class FakeEngine:
         manager.check_integrity()
         assert manager.tables.keys() == {sequence for group in scheduler.running for sequence in group.sequences}
         assert manager._host_tables.keys() == {sequence for group in scheduler.swapped for sequence in group.sequences}
-        assert manager.num_used_blocks == len({block for table in manager.tables.values() for block in held(table)})
+        assert manager.num_used_blocks == len({block for tables in manager.tables.values() for block in held(tables)})
         if not has_run:
             return
         for read, tables in ((self.cache.read, manager.tables), (self.cache.read_host, manager._host_tables)):
@@ -525,11 +545,14 @@ class FakeEngine:
             for group in queue:
                 # Amid a prefill, a sequence may share blocks that another sequence has not computed yet.
                 for sequence in group.sequences[: 1 if group.in_prefill else None]:
-                    first, num_computed = first_visible(manager, sequence), sequence.num_computed_tokens
-                    values = self.values(sequence)[first:num_computed]
-                    assert read(tables[sequence], num_computed)[first:] == values
-                    self.num_times["gave blocks back"] += RELEASED in tables[sequence]
-                    assert tables[sequence].count(RELEASED) <= first // manager.block_size
+                    num_computed = sequence.num_computed_tokens
+                    for index, (table, window) in enumerate(zip(tables[sequence], manager.windows, strict=True)):
+                        first = first_visible(window, sequence)
+                        values = in_group(index, self.values(sequence)[first:num_computed])
+                        assert read(table, num_computed)[first:] == values
+                        self.num_times["gave blocks back"] += RELEASED in table
+                        self.num_times["held by one group only"] += RELEASED in table and None in manager.windows
+                        assert table.count(RELEASED) == first // manager.block_size or len(group.sequences) > 1
         self._check_published()
         self._check_states()
 
@@ -580,9 +603,11 @@ class FakeEngine:
         if not published:
             return
         for sequence in self.manager.tables:
-            for i, key in enumerate(sequence.block_hashes):
-                content = self.values(sequence)[i * block_size : (i + 1) * block_size]
-                assert self._content_of.setdefault(key, content) == content
+            for i, block_hash in enumerate(sequence.block_hashes):
+                values = self.values(sequence)[i * block_size : (i + 1) * block_size]
+                for group, mark in enumerate(self.manager._marks):
+                    content = in_group(group, values)
+                    assert self._content_of.setdefault(block_hash + mark, content) == content
         for key, block in published.items():
             if key in self._content_of:
                 assert self.cache.blocks[block] == self._content_of[key]

@@ -18,7 +18,7 @@ from pagedattn_serve.execution.model_runner import _reported, sampling_rows
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.scheduling.block_manager import RELEASED, BlockManager, held
+from pagedattn_serve.scheduling.block_manager import RELEASED, BlockManager, Tables
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence, TableArray
 
 ROW_ERROR = "logits_processors: as it happens"
@@ -73,9 +73,14 @@ def prompt_logprob(value: int) -> Logprob:
     return Logprob(float(value % 2**24), 1)
 
 
-def first_visible(manager: BlockManager, sequence: Sequence) -> int:
+def first_visible(window: int | None, sequence: Sequence) -> int:
     """The first token that the next one to compute sees."""
-    return 0 if manager.window is None else max(0, sequence.num_computed_tokens + 1 - manager.window)
+    return 0 if window is None else max(0, sequence.num_computed_tokens + 1 - window)
+
+
+def in_group(group: int, values: list[int]) -> list[int]:
+    """What the blocks of a group of layers hold for tokens of these values: each group holds something else."""
+    return [value ^ group for value in values]
 
 
 class FakeRunner:
@@ -95,7 +100,7 @@ class FakeRunner:
         on_batch: Callable[[ScheduledBatch], None],
     ) -> None:
         self.model = model
-        self.cache = FakeCache(cache_config)
+        self.cache = self.cache_engine = FakeCache(cache_config)
         self.manager = manager
         self.other_rank = TableArray(scheduler_config, cache_config)
         self.fail_at: int | None = None
@@ -135,26 +140,30 @@ class FakeRunner:
             return SamplerOutput()
         tables = self._tables(batch)
         histories = [self._history(scheduled) for scheduled in batch.sequences]
-        for scheduled, table, history in zip(batch.sequences, tables, histories, strict=True):
+        for scheduled, of_sequence, history in zip(batch.sequences, tables, histories, strict=True):
             start = scheduled.sequence.num_computed_tokens
-            self.cache.write(table, start, history[start:])
+            for group, table in enumerate(of_sequence):
+                self.cache.write(table, start, in_group(group, history[start:]))
             self._may_fail()
-        for scheduled, table, history in zip(batch.sequences, tables, histories, strict=True):
-            first = first_visible(self.manager, scheduled.sequence)  # after all writes, as in each layer
-            assert self.cache.read(table, len(history))[first:] == history[first:]
+        for scheduled, of_sequence, history in zip(batch.sequences, tables, histories, strict=True):
+            for group, (table, window) in enumerate(zip(of_sequence, self.manager.windows, strict=True)):
+                first = first_visible(window, scheduled.sequence)  # after all writes, as in each layer
+                assert self.cache.read(table, len(history))[first:] == in_group(group, history[first:])
         self._advance_states(batch, histories)
         output = self._sample(batch, histories)
         self._report_prompts(batch, output)
         return output
 
-    def _tables(self, batch: ScheduledBatch) -> list[list[int]]:
-        """The first rows of the array, each of which is to be the table of its sequence, here and on another rank."""
+    def _tables(self, batch: ScheduledBatch) -> list[Tables]:
+        """The first rows of the array, which are to have the tables of their sequences, here and on another rank."""
         for write in pickle.loads(pickle.dumps(batch.table_writes)):
             self.other_rank.write(*write)
-        tables = [list(self.manager.block_table(scheduled.sequence)) for scheduled in batch.sequences]
+        tables = [list(map(list, self.manager.block_tables(scheduled.sequence))) for scheduled in batch.sequences]
         for array in (self.manager.table_array, self.other_rank):
-            rows = [array.row(row, len(table))[table.count(RELEASED) :] for row, table in enumerate(tables)]
-            assert rows == [held(table) for table in tables]
+            for row, of_sequence in enumerate(tables):
+                for group, table in enumerate(of_sequence):
+                    begin = table.count(RELEASED)
+                    assert array.row(group, row, len(table))[begin:] == table[begin:]
         return tables
 
     def _advance_states(self, batch: ScheduledBatch, histories: list[list[int]]) -> None:

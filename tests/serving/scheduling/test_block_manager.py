@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import RELEASED, BlockManager
+from pagedattn_serve.scheduling.held_blocks import max_held_blocks, max_num_tokens
 from pagedattn_serve.scheduling.sequence import Sequence, TableArray
 
 
@@ -29,7 +30,7 @@ def make_manager(
         watermark=watermark,
         num_host_blocks=num_host_blocks,
         enable_prefix_caching=enable_prefix_caching,
-        window=window,
+        windows=(window,),
     )
     return BlockManager(cache_config, TableArray(SchedulerConfig(max_model_len=64), cache_config))
 
@@ -102,7 +103,7 @@ def test_blocks_behind_the_window_are_given_back(window: int | None, num_compute
 
 def test_a_long_sequence_holds_its_window() -> None:
     """Of Mistral 7B's first version, whose layers all see 4096 tokens: 256 of the 2048 blocks of 32k tokens."""
-    cache_config = CacheConfig(num_blocks=2048, window=4096)
+    cache_config = CacheConfig(num_blocks=2048, windows=(4096,))
     manager = BlockManager(cache_config, TableArray(SchedulerConfig(max_model_len=2**15), cache_config))
     sequence = make_sequence(2**15)
     allocate(manager, sequence)
@@ -110,6 +111,56 @@ def test_a_long_sequence_holds_its_window() -> None:
     manager.release(sequence)
     assert manager.num_used_blocks == 256
     assert manager.num_free_blocks == 2048 - 256
+
+
+def test_groups_of_layers_hold_their_windows() -> None:
+    """Of Gemma 3 1B: 6 groups of layers see 512 tokens, and one sees all. A prompt of 32k tokens comes in chunks, then
+    output; at no time are there more blocks than a sequence may need."""
+    cache_config = CacheConfig(num_blocks=2048 + 6 * 193, watermark=0.0, windows=(512,) * 6 + (None,))
+    assert max_held_blocks(2**15, cache_config, 2560) == cache_config.num_blocks
+    assert max_num_tokens(cache_config, 2560) == 2**15
+    manager = BlockManager(cache_config, TableArray(SchedulerConfig(max_model_len=2**15), cache_config), 2560)
+    sequence = make_sequence(2**15 - 40)
+    assert manager.allocate([sequence], keep_watermark=False)
+    while sequence.num_uncomputed_tokens > 2560:
+        num_computed = sequence.num_computed_tokens = sequence.num_computed_tokens + 2559  # never at a block's end
+        manager.release(sequence)
+        assert manager.extend([sequence])
+        *windowed, whole = ([block for block in table if block != RELEASED] for table in manager.block_tables(sequence))
+        first, end = (num_computed - 511) // 16, min(-(-(num_computed + 2560) // 16), 2046)
+        assert [len(table) for table in windowed] == [end - first] * 6 and len(whole) == 2046
+    sequence.num_computed_tokens = sequence.num_tokens - 1
+    for token in range(40):
+        manager.release(sequence)
+        sequence.output_token_ids.append(token)
+        manager.append(sequence)
+        sequence.num_computed_tokens += 1
+    manager.release(sequence)
+    assert manager.num_used_blocks == manager.num_table_entries == 2048 + 6 * 32
+    manager.check_integrity()
+
+
+def test_a_prompt_finds_what_the_windows_of_a_prefix_show() -> None:
+    """And not a prefix of which a window shows a block that was taken for other tokens."""
+    cache_config = CacheConfig(num_blocks=14, block_size=8, watermark=0.0, windows=(9, None))
+    manager = BlockManager(cache_config, TableArray(SchedulerConfig(max_model_len=64), cache_config))
+    first = make_sequence(41)
+    assert manager.allocate([first], keep_watermark=False)
+    compute(manager, first)
+    windowed, whole = map(list, manager.block_tables(first))
+    manager.release(first)
+    manager.free(first)
+    again = make_sequence(34)
+    assert manager.allocate([again], keep_watermark=False) and again.num_computed_tokens == 32
+    assert [table[:4] for table in manager.block_tables(again)] == [[RELEASED] * 3 + windowed[3:4], whole[:4]]
+    manager.free(again)
+    other = make_sequence(
+        24, first=100
+    )  # takes the four free blocks, and two that were given back: the third and second
+    assert manager.allocate([other], keep_watermark=False)
+    assert manager._find(first.block_hashes[:4])[1] == whole[:4]
+    assert manager._find(first.block_hashes[:3]) == [windowed[:1], whole[:1]]
+    manager.check_integrity()
 
 
 def test_watermark_is_rounded_up_and_kept_on_demand() -> None:
@@ -128,10 +179,10 @@ def test_append_takes_a_block_per_block_size_tokens() -> None:
     allocate(manager, sequence)
     first = manager.block_table(sequence)
     sequence.output_token_ids.append(7)
-    assert manager.append(sequence) is None and manager.block_table(sequence) == first
+    assert not manager.append(sequence) and manager.block_table(sequence) == first
     sequence.output_token_ids.append(8)
-    assert manager.append(sequence) is None and len(manager.block_table(sequence)) == 2
-    assert manager.append(sequence) is None and len(manager.block_table(sequence)) == 2  # a second call does nothing
+    assert not manager.append(sequence) and len(manager.block_table(sequence)) == 2
+    assert not manager.append(sequence) and len(manager.block_table(sequence)) == 2  # a second call does nothing
 
 
 def test_append_copies_a_shared_last_block_once() -> None:
@@ -142,11 +193,11 @@ def test_append_copies_a_shared_last_block_once() -> None:
     full, partial = manager.block_table(parent)
     assert manager.block_table(child) == [full, partial] and manager.num_used_blocks == 2
     child.output_token_ids.append(12)
-    pair = manager.append(child)
-    assert pair is not None and pair[0] == partial
-    assert manager.block_table(child) == [full, pair[1]] and manager.block_table(parent) == [full, partial]
+    [(source, target)] = manager.append(child)
+    assert source == partial
+    assert manager.block_table(child) == [full, target] and manager.block_table(parent) == [full, partial]
     parent.output_token_ids.append(13)
-    assert manager.append(parent) is None  # its last block is its own again
+    assert not manager.append(parent)  # its last block is its own again
     manager.check_integrity()
 
 
@@ -156,7 +207,7 @@ def test_a_full_shared_block_is_not_copied() -> None:
     allocate(manager, parent)
     manager.fork(parent, child)
     child.output_token_ids.append(8)
-    assert manager.append(child) is None
+    assert not manager.append(child)
     assert manager.block_table(child)[0] == manager.block_table(parent)[0]
 
 
@@ -166,7 +217,7 @@ def test_append_needs_a_block_only_at_times() -> None:
     allocate(manager, parent)
     parent.output_token_ids.append(7)
     child.output_token_ids.append(7)
-    assert manager.append(parent) is None  # no block is free, none is needed
+    assert not manager.append(parent)  # no block is free, none is needed
     manager.fork(parent, child)
     with pytest.raises(OutOfBlocksError):
         manager.append(child)  # the last block is shared
@@ -309,8 +360,7 @@ def test_shared_blocks_are_swapped_once_and_stay_shared() -> None:
     assert back is not None and [src for src, _ in back] == [dst for _, dst in pairs]
     assert manager.block_table(group[0]) == manager.block_table(group[1]) == [dst for _, dst in back]
     assert (manager.num_used_blocks, manager.num_used_host_blocks) == (2, 0)
-    copied = manager.append(group[0])
-    assert copied is not None and manager.append(group[1]) is None
+    assert len(manager.append(group[0])) == 1 and not manager.append(group[1])
     manager.check_integrity()
 
 
@@ -572,7 +622,7 @@ def test_who_was_let_go_longest_ago_is_forgotten_first() -> None:
     for sequence in (sequences[1], sequences[0], sequences[2]):
         manager.free(sequence)
     allocate(manager, make_sequence(32, first=300))  # the three free blocks, and one more
-    found = [manager._find(sequence.block_hashes) != [] for sequence in sequences]
+    found = [manager._find(sequence.block_hashes) != [[]] for sequence in sequences]
     assert found == [True, False, True]
 
 
@@ -701,8 +751,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 assert self.manager.block_table(sequence) == before
                 sequence.output_token_ids.pop()
                 return
-            pair = self.manager.append(sequence)
-            self.cache.copy([pair] if pair else [])
+            self.cache.copy(self.manager.append(sequence))
             position = sequence.num_tokens - 1
             self.cache.write(self.manager.block_table(sequence), position, sequence.output_token_ids[-1:])
 

@@ -79,9 +79,11 @@ def test_only_what_is_scheduled_is_found() -> None:
     prompt = engine.new_tokens(30)
     a = add(engine, prompt)
     engine.step()
-    assert len(engine.manager._find(engine.manager._hashes(a, 3))) == 1  # 12 tokens
+    [table] = engine.manager._find(engine.manager._hashes(a, 3))
+    assert len(table) == 1  # 12 tokens
     engine.step()
-    assert len(engine.manager._find(a.block_hashes)) == 3  # 24 tokens
+    [table] = engine.manager._find(a.block_hashes)
+    assert len(table) == 3  # 24 tokens
     engine.drain()
 
 

@@ -1,24 +1,28 @@
 """Random load on an engine with a tiny cache: groups, beams, swaps, prefix hits, pins, priorities, drafts, aborts,
-steps that fail, and interrupts at any moment. With and without states beside the blocks.
+steps that fail, and interrupts at any moment. With and without states beside the blocks, and a store of blocks.
 
 FakeEngine checks each step of the real engine, and in the end that every request got what it gets alone. A small
 vocabulary and few beginnings of prompts make equal tokens, and so hits, frequent.
 """
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 import pytest
+from fake_cache import FakeStore
 from fake_engine import FakeEngine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.scheduling.held_blocks import max_num_tokens, num_behind
 
 BLOCK_SIZE = 8
 VOCAB_SIZE = 3
+WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (1,), (20,), (5, None), (None, 20, 5), (9, 9, 30)]
 
 
 class RandomLoad:
@@ -36,14 +40,16 @@ class RandomLoad:
         speculation: str | None,
         enable_prefix_caching: bool,
         keeps_states: bool,
+        has_store: bool,
         watermark: float,
-        window: int | None,
+        windows: tuple[int | None, ...],
         stop_rate: float,
         error_rate: float,
         seed: int,
     ) -> None:
+        num_blocks *= len(windows)
         scheduler_config = SchedulerConfig(
-            max_model_len=BLOCK_SIZE * num_blocks - 3,
+            max_model_len=2,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             policy=policy,
@@ -58,8 +64,12 @@ class RandomLoad:
             enable_prefix_caching=enable_prefix_caching,
             num_state_slots=(max_num_seqs + seed % 5) * keeps_states,
             num_host_state_slots=num_host_blocks // 4 * keeps_states,
-            window=window,
+            windows=windows,
         )
+        # Groups of layers with windows leave others more blocks than they would have if all were alike.
+        num_tokens = BLOCK_SIZE * num_blocks // min(len(windows), 2)
+        num_tokens = min(max_num_tokens(cache_config, max_num_batched_tokens), num_tokens) - 3
+        scheduler_config = replace(scheduler_config, max_model_len=num_tokens)
         self.engine = FakeEngine(
             scheduler_config,
             cache_config,
@@ -67,6 +77,7 @@ class RandomLoad:
             stop_rate=stop_rate,
             error_rate=error_rate,
             seed=seed,
+            store=FakeStore() if has_store and not keeps_states else None,
         )
         self.engine.manager.states.checkpoint_tokens = 2 * BLOCK_SIZE
         # A batch takes so long, and not what the clock says: a run is to be the same again.
@@ -90,8 +101,12 @@ class RandomLoad:
             options["seed"] = None
         if config.policy != "priority":
             options["priority"] = 0
-        num_shared = (len(prompt) - 1) // BLOCK_SIZE
-        limit = min(config.max_num_seqs, config.max_num_batched_tokens, scheduler.block_manager.num_blocks - num_shared)
+        manager, num_tokens = scheduler.block_manager, len(prompt) - 1
+        num_shared = [
+            num_tokens // BLOCK_SIZE - num_behind(window, num_tokens, BLOCK_SIZE) for window in manager.windows
+        ]
+        num_left = (manager.num_blocks - sum(num_shared)) // len(num_shared)
+        limit = min(config.max_num_seqs, config.max_num_batched_tokens, num_left)
         if n > limit:
             with pytest.raises(ValueError, match=r"^n: expected at most"):
                 self.engine.add(prompt, max_tokens, n, **options)
@@ -115,7 +130,7 @@ class RandomLoad:
             assert num_lines is not None or not group.sequences
 
     def pin(self, beginning: int, num_tokens: int) -> None:
-        manager, config = self.engine.manager, self.engine.scheduler.config
+        manager = self.engine.manager
         tokens = self._beginnings[beginning][:num_tokens]
         before = manager._allocator.pinned
         try:
@@ -123,7 +138,7 @@ class RandomLoad:
             self.engine.num_times["pinned"] += 1
         except ValueError:
             assert manager._allocator.pinned == before
-        assert len(manager._allocator.pinned) + -(-config.max_model_len // BLOCK_SIZE) <= manager.num_blocks
+        assert len(manager._allocator.pinned) + self.engine.scheduler._num_held_at_end <= manager.num_blocks
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -139,8 +154,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculation=st.sampled_from([None, "ngram"]),
         enable_prefix_caching=st.booleans(),
         keeps_states=st.booleans(),
+        has_store=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.3]),
-        window=st.sampled_from([None, 1, 5, 20]),
+        windows=st.sampled_from(WINDOWS),
         stop_rate=st.sampled_from([0.0, 0.05]),
         error_rate=st.sampled_from([0.0, 0.02]),
         seed=st.integers(0, 9999),
@@ -220,8 +236,9 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
         speculation=random.choice([None, "ngram"]),
         enable_prefix_caching=random.random() < 0.7,
         keeps_states=seed % 4 == 3,
+        has_store=seed % 2 == 0,
         watermark=random.choice([0.0, 0.01, 0.3]),
-        window=[None, None, 1, 5, 20][(seed + 2) % 5],
+        windows=WINDOWS[(seed + 2) % len(WINDOWS)],
         stop_rate=random.choice([0.0, 0.05]),
         error_rate=random.choice([0.0, 0.0, 0.02]),
         seed=seed,
@@ -266,6 +283,8 @@ def run_at_random(seed: int, num_actions: int) -> Counter[str]:
         if action in ("add", "pin"):  # the others check for themselves
             load.engine.check()
     load.engine.drain()
+    stats = load.engine.engine.stats()
+    load.engine.num_times.update(stored=stats.num_written_blocks, restored=stats.num_read_blocks)
     return load.engine.num_times
 
 
@@ -304,5 +323,8 @@ def test_random_load_meets_everything() -> None:
         "states kept",
         "states found",
         "gave blocks back",
+        "held by one group only",
+        "stored",
+        "restored",
     ):
         assert num_times[what] > 0, what

@@ -46,17 +46,48 @@ def test_checkpoints_have_the_slots_that_are_left() -> None:
     slots.checkpoint_tokens = 5
     [kept] = slots.plan_checkpoints(batch, 5, lambda _, num_blocks: keys[:num_blocks])  # the others have no slot
     assert (kept.sequence, kept.num_new_tokens) == (0, 5) and kept.slot != slots.slot_of[first]
-    blocks = [7, 8]
-    slots.cut_to_checkpoint(blocks, keys)
-    assert blocks == []  # not before the step has run
+    assert not slots.has_checkpoint(b"a")  # not before the step has run
     slots.publish_checkpoints()
-    blocks = [7, 8]
-    slots.cut_to_checkpoint(blocks, keys)
-    assert blocks == [7]
+    assert [slots.has_checkpoint(key) for key in keys] == [True, False, False, False]
     slots.take_copy(second, b"a")  # in the last slot, which is that of the checkpoint
     assert slots.slot_of[second] == kept.slot and not slots.take_copies()
     slots.check_integrity({first, second}, set())
     assert not slots.have_room([first])
+
+
+def test_a_registered_prefix_keeps_its_checkpoint() -> None:
+    """Amid a period of tokens, beside running sequences, whatever other prompts leave, and after all is forgotten."""
+    config = CacheConfig(num_blocks=20, block_size=4, num_state_slots=3)
+    scheduler = Scheduler(SchedulerConfig(max_model_len=40, max_num_seqs=2), config)
+    manager, slots = scheduler.block_manager, scheduler.block_manager.states
+    assert scheduler.pin_prefix(list(range(10))) == 8
+    with pytest.raises(ArgumentError, match=r"prefix: expected at most 1 registered prefixes, .* got 2"):
+        scheduler.pin_prefix(list(range(50, 60)))
+    assert scheduler.pin_prefix([1, 2, 3]) == 0  # no block, and no state
+
+    def compute(sequence: Sequence) -> int:
+        """How many tokens the sequence finds."""
+        assert manager.allocate([sequence], keep_watermark=False)
+        found = sequence.num_computed_tokens
+        batch = ScheduledBatch([ScheduledSequence(sequence, sequence.num_tokens - found, 1)])
+        manager.place(batch)
+        sequence.num_computed_tokens = sequence.num_tokens
+        manager.publish(sequence, 0, sequence.num_tokens // 4)
+        slots.publish_checkpoints()
+        return found
+
+    for _ in range(2):
+        [first] = sequences_of(18)
+        assert compute(first) == 0
+        others = [Sequence("other", list(range(100 * i, 100 * i + 18))) for i in range(1, 4)]
+        for other in others:  # each leaves a checkpoint, for which there is one slot
+            assert compute(other) == 0
+            manager.free(other)
+        [again] = sequences_of(10)
+        assert compute(again) == 8
+        assert not slots.have_room([first])
+        manager.check_integrity()
+        manager.clear()
 
 
 def test_what_sequences_share_is_computed_by_the_first() -> None:

@@ -42,7 +42,7 @@ class Tables:
             self.other_rank.write(*write)
         for row, sequence in enumerate(placed):
             table = self.manager.block_table(sequence)
-            assert self.manager.table_array.row(row, len(table)) == self.other_rank.row(row, len(table)) == table
+            assert self.manager.table_array.row(0, row, len(table)) == self.other_rank.row(0, row, len(table)) == table
         self.check()
         return batch
 
@@ -160,7 +160,7 @@ def test_only_one_moves_when_one_of_many_plain_decodes_ends() -> None:
     tables.place(sequences, 8)
     tables.manager.free(sequences.pop(2))
     batch = tables.place(sequences, 7)
-    assert [row for row, _, _ in batch.table_writes] == [2]
+    assert [row for _, row, _, _ in batch.table_writes] == [2]
     assert [each.sequence for each in batch.sequences] == [*sequences[:2], sequences[-1], *sequences[2:-1]]
 
 
@@ -197,9 +197,9 @@ def test_copy_on_write() -> None:
     tables.place(family)
     for sequence in family:
         sequence.output_token_ids.append(0)
-    assert [tables.manager.append(sequence) is not None for sequence in family] == [True, True, False]
+    assert [len(tables.manager.append(sequence)) for sequence in family] == [1, 1, 0]
     tables.place(family)
-    rows = [tables.manager.table_array.row(row, 2) for row in range(3)]
+    rows = [tables.manager.table_array.row(0, row, 2) for row in range(3)]
     assert len({first for first, _ in rows}) == 1 and len({last for _, last in rows}) == 3
 
 
@@ -207,7 +207,7 @@ def test_integrity_check_can_fail() -> None:
     tables = Tables(2, 8)
     sequences = [tables.start(9), tables.start(3)]
     tables.place(sequences)
-    tables.manager.table_array.write(1, 0, [7])
+    tables.manager.table_array.write(0, 1, 0, [7])
     try:
         tables.manager.check_integrity()
     except AssertionError as error:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
+from tool_models import TOOL_TEMPLATE, make_tool_model
 
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.config import DEMO_MODEL
@@ -99,4 +100,20 @@ def demo_engine() -> LLMEngine:
 def demo(demo_engine: LLMEngine) -> Iterator[Client]:
     """A client of the demo model."""
     with serving(demo_engine, chat_template=TEMPLATE) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def tool_engine(tmp_path_factory: pytest.TempPathFactory) -> LLMEngine:
+    directory = tmp_path_factory.mktemp("tools")
+    make_tool_model(directory, TOOL_TEMPLATE)
+    return LLMEngine(str(directory), num_blocks=512)
+
+
+@pytest.fixture(scope="module")
+def tools(tool_engine: LLMEngine) -> Iterator[Client]:
+    """A client of a model whose calls are Hermes' and whose thoughts are Qwen's: the template says so. Its weights are
+    random; a grammar makes it write calls."""
+    pytest.importorskip("llguidance")
+    with serving(tool_engine) as client:
         yield client

@@ -177,6 +177,10 @@ def test_what_a_template_leaves_out_is_named(
         ({"role": "assistant", "content": "a</think>"}, "A"),
         ({"role": "assistant", "content": None, "refusal": "No."}, "ANo."),
         ({"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}, "ANo."),
+        (
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}, {"type": "text", "text": "a"}]},
+            "Aa",
+        ),
         ({"role": "user", "content": [{"type": "text", "text": "a", "prompt_cache_breakpoint": {}}]}, "Ua"),
         ({"role": "user", "content": "  "}, "U  "),
     ],
@@ -305,6 +309,60 @@ def test_reasoning_effort_is_for_templates_that_know_it(tokenizer: PreTrainedTok
     assert render_chat(tokenizer, talk, template, False, "high") == "high<|user|>a</s>"
     assert render_chat(tokenizer, talk, template, False) == "medium<|user|>a</s>"
     assert render_chat(tokenizer, talk, CHATML, False, "high") == "<|user|>a</s>"
+
+
+# ---- tools, and a message that goes on -------------------------------------------------------------------------------
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("get", "get_all")]
+
+
+def test_tools_are_for_the_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}" + CHATML
+    talk = [{"role": "user", "content": "get a"}]
+    assert render_chat(tokenizer, talk, template, False, tools=TOOLS) == "get get_all <|user|>get a</s>"
+    assert render_chat(tokenizer, talk, template, False, tools=[]) == "<|user|>get a</s>"
+    with pytest.raises(ValueError, match=r"^chat_template_kwargs: expected no tools, which are an argument of"):
+        render_chat(tokenizer, talk, template, variables={"tools": TOOLS}, tools=TOOLS)
+
+
+@pytest.mark.parametrize("written", ["", "{{ tools[0].function.name }}", "{{ tools | length }} get get_all"])
+def test_a_template_that_leaves_tools_out(tokenizer: PreTrainedTokenizerBase, written: str) -> None:
+    """None, all but the first, and their names, which stand there anyway."""
+    talk = [{"role": "user", "content": "get get_all"}]
+    with pytest.raises(ValueError, match=r"^tools: expected none, as the model's chat template does not write them"):
+        render_chat(tokenizer, talk, written + CHATML, tools=TOOLS)
+
+
+def test_a_template_that_looks_at_names_of_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = "{% if tools[0].function.name != 'get' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+    assert render_chat(tokenizer, [{"role": "user", "content": "a"}], template, False, tools=TOOLS)
+
+
+def test_a_message_goes_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b "}]
+    text = render_chat(tokenizer, talk, CHATML, False, continue_final_message=True)
+    assert text == "<|user|>a</s><|assistant|>b "
+    with pytest.raises(ValueError, match=r"^continue_final_message: expected False beside add_generation_prompt"):
+        render_chat(tokenizer, talk, CHATML, continue_final_message=True)
+
+
+def test_both_names_of_a_thought(tokenizer: PreTrainedTokenizerBase) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}: {{ m.content }}{% endfor %}"
+    for name in ("reasoning", "reasoning_content"):
+        assert render_chat(tokenizer, [{"role": "assistant", "content": "b", name: "hm"}], template) == "hm: b"
+
+
+def test_parts_that_are_thoughts(tokenizer: PreTrainedTokenizerBase) -> None:
+    """They are what an assistant thought, as in a field. Nobody else has any."""
+    template = "{% for m in messages %}({{ m.reasoning_content }}){{ m.content }}{% endfor %}"
+    within = [{"type": "text", "text": "c"}]
+    thoughts = [{"type": "thinking", "thinking": "b"}, {"type": "thinking", "thinking": within, "closed": True}]
+    message = {"role": "assistant", "content": [thoughts[0], thoughts[1], {"type": "text", "text": "a"}]}
+    assert render_chat(tokenizer, [message], template) == "(b\nc)a"
+    with pytest.raises(ValueError, match=r"^messages\[0\].content\[0\].type: expected "):
+        render_chat(tokenizer, [{"role": "user", "content": thoughts}], template)
+    with pytest.raises(TypeError, match=r"^messages\[0\].content\[0\].thinking: expected "):
+        render_chat(tokenizer, [{"role": "assistant", "content": [{"type": "thinking"}]}], template)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

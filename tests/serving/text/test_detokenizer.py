@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pagedattn_serve.text.detokenizer import REPLACEMENT, IncrementalDetokenizer
+from pagedattn_serve.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, num_tokens_within
 from pagedattn_serve.text.detokenizer import Tokenizer as DecodingTokenizer
 
 TOKENS = st.integers(0, TOKENIZER_SIZE - 1)
@@ -101,6 +101,25 @@ def test_an_emoji_of_four_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
     assert stream(tokenizer, [a], [b, *emoji, a]) == ["", "b", "b", "b", "b", "b🙂", "b🙂a", "b🙂a"]
     assert stream(tokenizer, [a], [b, *emoji[:3]]) == ["", "b", "b", "b", "b", "b" + REPLACEMENT]
     assert stream(tokenizer, [a], [*emoji[:3], b]) == ["", "", "", "", REPLACEMENT + "b", REPLACEMENT + "b"]
+
+
+def test_tokens_within_a_part_of_a_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Those of a whole character and those of a broken one, which the next token does not belong to."""
+    emoji, [a] = tokenizer("🙂").input_ids, tokenizer("a").input_ids
+
+    def count(places: list[tuple[int, int]], output: list[int]) -> int:
+        return num_tokens_within(places, IncrementalDetokenizer(tokenizer, [a]), output)
+
+    for places, output, expected in (
+        ([], [a, a], 0),
+        ([(0, 0), (1, 1)], [a, a], 0),
+        ([(1, 2)], [a, *emoji, a], 4),
+        ([(0, 1), (2, 3)], [a, *emoji, a], 2),
+        ([(1, 3)], [a, *emoji[:2], a, a], 3),
+        ([(1, 2)], [a, *emoji[:2], a, a], 2),
+        ([(1, 2)], [a, *emoji[:3]], 3),  # the output ends there
+    ):
+        assert count(places, output) == expected, (places, output)
 
 
 def test_a_prompt_that_ends_within_a_character(tokenizer: PreTrainedTokenizerBase) -> None:

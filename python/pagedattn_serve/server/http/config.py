@@ -2,14 +2,16 @@
 
 import ipaddress
 import re
+import ssl
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pagedattn_serve.config import check_bool, check_choice, check_float, check_int, check_text
+from pagedattn_serve.config import check_bool, check_choice, check_float, check_int, check_text, read_file
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, nth
 from pagedattn_serve.options import Flag, options_of, parts, size
+from pagedattn_serve.output_parsing.output_format import check_parsers
 
-ANY_HOST = "*"
+ANY_HOST = ANY_ORIGIN = "*"
 # Groups of the command line's help.
 SERVER = "server"
 REPLICAS = "replicas"
@@ -27,12 +29,32 @@ class ServerConfig:
         Flag(SERVER),
     ] = "127.0.0.1"
     port: Annotated[int, "0 takes any that is free", Flag(SERVER)] = 8000
+    uds: Annotated[
+        str | None,
+        "a unix socket to listen on, instead of host and port; whoever may write to the file may use the server",
+        Flag(SERVER, "PATH"),
+    ] = None
+    ssl_certfile: Annotated[
+        str | None, "certificate of the server, in PEM, with those that vouch for it: HTTPS", Flag(SERVER, "FILE")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, "private key of the certificate (default: in the certificate's file)", Flag(SERVER, "FILE")
+    ] = None
+    root_path: Annotated[
+        str, "path under which a proxy serves this server, such as /llm; the proxy may cut it off", Flag(SERVER, "PATH")
+    ] = ""
     allowed_hosts: Annotated[
         tuple[str, ...] | None,
         "names and addresses, with commas between them, by which requests may call the server in their header Host, "
         "beside localhost and --host; * is any (default: no others, but any if other machines can connect)",
         Flag(SERVER, "HOSTS", parts),
     ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        "origins, with commas between them, such as https://chat.example: their web pages may call the server from a "
+        "browser (CORS); * is any (default: none)",
+        Flag(SERVER, "ORIGINS", parts),
+    ] = ()
     api_keys: Annotated[
         tuple[str, ...],
         "asked of clients; may be repeated, any one will do. Other users of this machine can see it here, so rather "
@@ -49,6 +71,18 @@ class ServerConfig:
         str, "what clients call the model (default: the last part of MODEL)", Flag(SERVER, "NAME")
     ] = "demo_model"
     chat_template: Annotated[str | None, "Jinja, in place of the tokenizer's own", Flag(SERVER, "FILE")] = None
+    tool_call_parser: Annotated[
+        str,
+        "how the model writes calls of functions: hermes, qwen3_coder, mistral, llama3_json and others, or none; auto "
+        "looks at the chat template",
+        Flag(SERVER, "NAME"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        "how the model writes its thoughts, which messages then have apart: qwen3, deepseek_r1, mistral, gpt_oss or "
+        "none; auto looks at the chat template",
+        Flag(SERVER, "NAME"),
+    ] = "auto"
     data_parallel_size: Annotated[
         int,
         "replicas of the engine, each a process with the whole model and a cache of its own; a request goes where the "
@@ -59,6 +93,13 @@ class ServerConfig:
     max_body_size: Annotated[
         int, "of a request; a longer one is refused, status 413 (default: 16MiB)", Flag(LIMITS, "SIZE", size)
     ] = 16 << 20
+    response_store_size: Annotated[
+        int,
+        "memory for responses that clients may go on from; the oldest give way, and with 0 none is kept "
+        "(default: 64MiB)",
+        Flag(LIMITS, "SIZE", size),
+    ] = 64 << 20
+    response_ttl: Annotated[float, "how long a response is kept", Flag(LIMITS, "SECONDS")] = 86400
     read_timeout: Annotated[
         float,
         "seconds in which the headers of a request have to come, and then its body; a client that leaves its answer "
@@ -81,10 +122,19 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_not_empty("host", self.host)
         check_int("port", self.port, 0, 65535)
+        for name in ("uds", "ssl_certfile", "ssl_keyfile"):
+            if (path := getattr(self, name)) is not None:
+                check_not_empty(name, path)
+        check_certificate(self.ssl_certfile, self.ssl_keyfile)
+        check_root_path(self.root_path)
+        check_origins(self.allowed_origins)
         check_not_empty("served_model_name", self.served_model_name)
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         check_int("data_parallel_size", self.data_parallel_size, 1)
         check_int("max_waiting", self.max_waiting, 1)
         check_int("max_body_size", self.max_body_size, 1)
+        check_int("response_store_size", self.response_store_size, 0)
+        check_float("response_ttl", self.response_ttl, 0, but=0)
         check_bool("prefix_cache_per_key", self.prefix_cache_per_key)
         check_float("read_timeout", self.read_timeout, 0, but=0)
         check_float("request_timeout", self.request_timeout, 0, but=0)
@@ -115,6 +165,42 @@ def check_hosts(hosts: object) -> None:
             raise ArgumentError(
                 "allowed_hosts", f"names or addresses without scheme and port, or {ANY_HOST}", repr(host)
             )
+
+
+def check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """Raise ValueError unless a server can prove by these files who it is, OSError if one cannot be read."""
+    if certfile is None:
+        if keyfile is not None:
+            raise ArgumentError("ssl_keyfile", "none without ssl_certfile", keyfile)
+        return
+    for name, path in (("ssl_certfile", certfile), ("ssl_keyfile", keyfile)):
+        if path is not None:
+            read_file(name, path)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile, password=lambda: "")
+    except ssl.SSLError as error:
+        files = certfile if keyfile is None else f"{certfile} and {keyfile}"
+        expected = "a certificate in PEM, and its private key without a password"
+        raise ArgumentError("ssl_certfile", expected, f"{files} ({error.reason or error})") from None
+
+
+def check_root_path(path: object) -> None:
+    text = check_text("root_path", path)
+    if text and not re.fullmatch(r"(/[\w.~-]+)+", text, re.ASCII):
+        raise ArgumentError("root_path", "a path that begins with / and ends with none, such as /llm", repr(path))
+
+
+def check_origins(origins: object) -> None:
+    """Raise TypeError unless `origins` is a tuple of strings, ValueError unless browsers send each as Origin."""
+    if not isinstance(origins, tuple) or not all(isinstance(origin, str) for origin in origins):
+        raise ArgumentTypeError("allowed_origins", "a tuple of strings")
+    for origin in origins:
+        scheme, separator, rest = origin.partition("://")
+        host = re.sub(r":\d+$", "", rest)
+        is_origin = separator and re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) and is_host(host) and rest == rest.lower()
+        if origin != ANY_ORIGIN and not is_origin:
+            expected = f"origins such as https://chat.example or http://localhost:3000, without a path, or {ANY_ORIGIN}"
+            raise ArgumentError("allowed_origins", expected, repr(origin))
 
 
 def is_host(text: str) -> bool:

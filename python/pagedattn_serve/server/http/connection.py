@@ -50,7 +50,8 @@ class Connection(HttpToolsProtocol):
         A client that has gone away looks the same until something is written to it. The parts of a stream are written
         to it. Until an answer begins, probes are, at longer and longer intervals; HTTP/1.0 does not know probes.
         """
-        if self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
+        is_tls = self.transport.get_extra_info("sslcontext") is not None  # which has no end of one side
+        if is_tls or self.cycle is None or self.cycle.response_complete or self.cycle.more_body:
             return False
         self._stop_timer()
         self.cycle.keep_alive = False

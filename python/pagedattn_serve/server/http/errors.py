@@ -1,5 +1,6 @@
-"""Errors that clients get as answers. Whichever route an error comes from, it has OpenAI's shape, {"error": {"message",
-"type", "param", "code"}}, and the right status."""
+"""Errors that clients get as answers, with the right status. Wherever an error comes from, it has OpenAI's shape,
+{"error": {"message", "type", "param", "code"}}, or under `/v1/messages` Anthropic's, {"type": "error", "error":
+{"type", "message"}}."""
 
 import json
 from typing import Any
@@ -9,6 +10,16 @@ from starlette.responses import Response
 from pagedattn_serve.server.http.logs import current_request
 
 MAX_MESSAGE = 1000  # characters: messages quote what they were given
+DONE = b"data: [DONE]\n\n"
+ANTHROPIC_PATH = "/v1/messages"
+# Anthropic's types of errors; all others are invalid_request_error, and from status 500 on api_error.
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -35,15 +46,18 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The JSON of the response. With status 500 the message ends with the id that the log has."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        if self.status == 429:
-            kind = "rate_limit_error"
         message = str(self)
         if len(message) > MAX_MESSAGE:
             message = message[: MAX_MESSAGE - 3] + "..."
         context = current_request.get()
         if self.status == 500 and context is not None:
             message += f" (request {context.answer_id or context.request_id})"
+        if context is not None and is_anthropic(context.path):
+            kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": message}, "request_id": context.request_id}
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -65,3 +79,15 @@ encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(
 
 def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body, error.status, error.headers)
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a path is of Anthropic's API."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
+def last_events(error: ApiError) -> bytes:
+    """The end of a stream that fails."""
+    body = error.body
+    data = f"data: {encode_json(body)}\n\n".encode("utf-8", "backslashreplace")
+    return b"event: error\n" + data if "type" in body else data + DONE

@@ -56,6 +56,8 @@ COUNTERS: list[tuple[str, str, Callable[[EngineStats], float]]] = [
     ("generation_tokens", "Tokens that were generated.", lambda s: s.num_output_tokens),
     ("prefix_cache_queries", "Tokens of prompts that were looked up in the cache.", lambda s: s.num_looked_up_tokens),
     ("prefix_cache_hits", "Tokens of prompts that were found in the cache.", lambda s: s.num_found_tokens),
+    ("prefix_cache_dir_blocks_read", "Blocks that were read from prefix_cache_dir.", lambda s: s.num_read_blocks),
+    ("prefix_cache_dir_blocks_written", "Blocks that were written there.", lambda s: s.num_written_blocks),
     ("spec_decode_num_draft_tokens", "Tokens guessed by speculation.", lambda s: s.num_proposed_tokens),
     ("spec_decode_num_accepted_tokens", "Guessed tokens that saved a step.", lambda s: s.num_accepted_tokens),
     ("engine_steps", "Steps of the engine.", lambda s: s.num_steps),

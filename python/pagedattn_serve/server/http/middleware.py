@@ -1,9 +1,9 @@
 """What every request passes before the app, and every answer after it. It is plain ASGI, so streams go through
 unbuffered, and the app sees its client go away.
 
-The order, from the outside: `RequestLog` (id, log line, unexpected errors), `TimeLimit`, `HostCheck`, `KeyCheck`,
-`BodyLimit`, `HeadAsGet`. If a request is refused here, the answer has OpenAI's shape and the connection is closed, so
-that nobody reads a body to its end for nothing.
+The order, from the outside: `WithoutRootPath`, `RequestLog` (id, log line, unexpected errors), CORS (from Starlette),
+`TimeLimit`, `HostCheck`, `KeyCheck`, `BodyLimit`, `HeadAsGet`. If a request is refused here, the answer has OpenAI's
+shape and the connection is closed, so that nobody reads a body to its end for nothing.
 """
 
 import asyncio
@@ -21,10 +21,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedattn_serve.server.http.config import ANY_HOST, ServerConfig
-from pagedattn_serve.server.http.errors import ApiError, encode_json
+from pagedattn_serve.server.http.errors import ApiError, encode_json, is_anthropic, last_events
 from pagedattn_serve.server.http.logs import RequestContext, current_request
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,34 @@ def add_middleware(app: Starlette, config: ServerConfig) -> None:
     if config.allowed_hosts is not None and ANY_HOST not in config.allowed_hosts:
         app.add_middleware(HostCheck, names=(config.host, *config.allowed_hosts))
     app.add_middleware(TimeLimit, seconds=config.request_timeout)
+    if config.allowed_origins:  # around the checks: a browser asks without a key whether it may ask
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     app.add_middleware(RequestLog)
+    if config.root_path:
+        app.add_middleware(WithoutRootPath, root_path=config.root_path)
+
+
+class WithoutRootPath:
+    """Takes the path under which a proxy serves the server off the paths of requests, where the proxy has not. The app
+    learns of it (ASGI's root_path), for what it says of itself."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self.app = app
+        self.root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            path = scope["path"]
+            if f"{path}/".startswith(f"{self.root_path}/"):
+                path = path.removeprefix(self.root_path) or "/"
+            scope = {**scope, "path": path, "root_path": self.root_path}
+        await self.app(scope, receive, send)
 
 
 class RequestLog:
@@ -69,7 +97,7 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        context = RequestContext(secrets.token_hex(16))
+        context = RequestContext(secrets.token_hex(16), scope["path"])
         current_request.set(context)  # each request has a task of its own
         request_id_header = (b"x-request-id", context.request_id.encode())
         started = time.monotonic()
@@ -142,7 +170,7 @@ class TimeLimit:
                 # Without this header, openai's clients would ask again, twice.
                 await refuse(receive, send, 504, text, "timeout", headers={"x-should-retry": "false"})
             elif "text/event-stream" in Headers(raw=start["headers"]).get("content-type", ""):
-                body = b"data: " + error_json(504, text, "timeout") + b"\n\ndata: [DONE]\n\n"
+                body = last_events(ApiError(504, text, code="timeout"))
                 with suppress(TimeoutError):  # if the client does not read
                     async with asyncio.timeout(LINGER_SECONDS):
                         await send({"type": "http.response.body", "body": body, "more_body": False})
@@ -205,7 +233,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and self._digests:
-            digest = presented_digest(scope["headers"])
+            digest = presented_digest(scope)
             number = self._number_of(digest)
             if number is not None:
                 if context := current_request.get():
@@ -225,13 +253,16 @@ class KeyCheck:
         return number
 
 
-def presented_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """SHA-256 of the key that a request brings. Without a key it is that of b"", which is no key."""
+def presented_digest(scope: Scope) -> bytes:
+    """SHA-256 of the key that a request brings. Without a key it is that of b"", which is no key. For Anthropic's API,
+    it may also come as `x-api-key: KEY`; Authorization counts first."""
     key = b""
-    for name, value in headers:
+    for name, value in scope["headers"]:
+        if name == b"x-api-key" and not key and is_anthropic(scope["path"]):
+            key = value.strip()
         if name == b"authorization":
             scheme, _, rest = value.partition(b" ")
-            key = rest.strip() if scheme.lower() == b"bearer" else b""
+            key = rest.strip() if scheme.lower() == b"bearer" else key
     return hashlib.sha256(key).digest()
 
 

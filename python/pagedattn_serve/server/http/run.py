@@ -55,6 +55,8 @@ async def serve(make_app: MakeApp, engine: AsyncLLMEngine, config: ServerConfig,
         await server.serve(sockets)
     finally:
         await engine.shutdown()
+        if config.uds is not None:
+            Path(config.uds).unlink(missing_ok=True)
     if engine.error is None:
         return 0
     logger.error("the engine broke: %s", engine.error)
@@ -83,6 +85,8 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                ssl_certfile=config.ssl_certfile,
+                ssl_keyfile=config.ssl_keyfile,
             )
         )
         self._engine = engine
@@ -156,7 +160,6 @@ def seconds_of_process() -> float:
 
 def start_facts(engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> dict[str, str]:
     facts, num_blocks = engine.facts, engine.stats().num_blocks
-    host = f"[{config.host}]" if ":" in config.host else config.host
     pids = [str(each.pid) for each in engine.replicas()]
     return {
         "model": config.served_model_name,
@@ -164,9 +167,17 @@ def start_facts(engine: AsyncLLMEngine, config: ServerConfig, sockets: list[sock
         **({"replicas": f"{len(pids)} (processes {', '.join(pids)})"} if len(pids) > 1 else {}),
         "device": facts.device,
         "dtype": facts.dtype,
-        "cache": f"{num_blocks:,} blocks ({num_blocks * facts.block_size:,} tokens)",
+        "cache": f"{num_blocks:,} blocks ({facts.num_tokens(num_blocks):,} tokens)",
         "limits": f"{facts.max_model_len:,} tokens and {config.max_body_size:,} bytes a request; "
         f"{facts.max_num_seqs:,} running, {config.max_waiting:,} waiting",
         "API key": f"asked for, any of {len(config.api_keys)}" if config.api_keys else "not asked for",
-        "URL": f"http://{host}:{port_of(sockets[0])}",
+        "URL": url_of(config, sockets),
     }
+
+
+def url_of(config: ServerConfig, sockets: list[socket.socket]) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    scheme = "http" if config.ssl_certfile is None else "https"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{port_of(sockets[0])}"

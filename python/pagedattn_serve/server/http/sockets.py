@@ -2,9 +2,48 @@
 loaded, and before the modules that load a model are imported."""
 
 import ipaddress
+import os
 import socket
+import stat
 
 from pagedattn_serve.errors import ArgumentOSError
+
+MAX_UDS_BYTES = 107  # of Linux
+
+
+def bind_unix(path: str) -> list[socket.socket]:
+    """A unix socket, which does not listen yet. A socket that another server has left behind is replaced.
+
+    Raises OSError, which names what is wrong.
+    """
+    try:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and not is_listened_on(path):
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise uds_error(path, error) from None
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        raise uds_error(path, error) from None
+    return [bound]
+
+
+def is_listened_on(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        try:
+            client.connect(path)
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
+def uds_error(path: str, error: OSError) -> OSError:
+    expected = f"a path of at most {MAX_UDS_BYTES} bytes where a socket can be made"
+    return ArgumentOSError("uds", expected, f"{path} ({error.strerror or error})")
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -55,5 +94,5 @@ def port_of(bound: socket.socket) -> int:
 
 def are_loopback(sockets: list[socket.socket]) -> bool:
     """Whether no other machine can reach any of the sockets."""
-    addresses = [ipaddress.ip_address(each.getsockname()[0].partition("%")[0]) for each in sockets]
-    return all(address.is_loopback for address in addresses)
+    names = [each.getsockname() for each in sockets if each.family != socket.AF_UNIX]
+    return all(ipaddress.ip_address(name[0].partition("%")[0]).is_loopback for name in names)

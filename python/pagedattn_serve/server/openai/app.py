@@ -1,6 +1,7 @@
 """The FastAPI app: routes, what wraps them, and how it describes itself."""
 
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI
 
@@ -9,8 +10,11 @@ from pagedattn_serve.server.http import live, status
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.metrics import add_metrics_route
 from pagedattn_serve.server.http.middleware import add_middleware
-from pagedattn_serve.server.openai import completions, models
+from pagedattn_serve.server.openai import chat, completions, embeddings, models, scores
 from pagedattn_serve.server.openai.errors import ErrorResponse, add_error_handlers
+from pagedattn_serve.server.openai.messages import routes as messages
+from pagedattn_serve.server.openai.responses import routes as responses
+from pagedattn_serve.server.openai.responses.store import ResponseStore
 from pagedattn_serve.server.openai.service import Service
 
 # How each route may fail; "default" keeps FastAPI from promising status 422.
@@ -34,16 +38,21 @@ def make_app(engine: AsyncLLMEngine, config: ServerConfig) -> FastAPI:
         version=version("pagedattn-ext"),
         docs_url=None,  # pages that load scripts from elsewhere
         redoc_url=None,
-        responses={
-            "default": {"model": ErrorResponse, "description": "any other error"},
-            **{code: {"model": ErrorResponse, "description": text} for code, text in STATUSES.items()},
-        },
+        responses=errors_as(ErrorResponse),
     )
     app.state.engine, app.state.config = engine, config
     app.state.service = service = Service(engine, config)
-    for module in (completions, models, status, live):
+    app.state.responses = ResponseStore(config.response_store_size, config.response_ttl)
+    for module in (completions, chat, responses, embeddings, scores, models, status, live):
         app.include_router(module.router)
+    app.include_router(messages.router, responses=errors_as(messages.ErrorMessage))
     add_metrics_route(app, service.metrics)
     add_error_handlers(app)
     add_middleware(app, config)
     return app
+
+
+def errors_as(model: Any) -> dict[int | str, dict[str, Any]]:
+    """How the errors of routes are described. model: of their body."""
+    answers: dict[int | str, dict[str, Any]] = {"default": {"model": model, "description": "any other error"}}
+    return answers | {code: {"model": model, "description": text} for code, text in STATUSES.items()}

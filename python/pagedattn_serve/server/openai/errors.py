@@ -15,7 +15,6 @@ from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
 from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.server.http.errors import ApiError, ClientGoneError, error_response
 
-RETRY_AFTER_SECONDS = 1
 CLIENT_GONE = 499  # what proxies log of a client that left
 # Arguments of the engine, and the names that a client has for them.
 _PARAM_OF = {"prompt_token_ids": "prompt", "sampling_params": None}  # None: several
@@ -23,7 +22,11 @@ _TOO_LONG = {"too_long": "items", "string_too_long": "characters in each"}  # py
 # Fields with several forms, of which pydantic would name one alone.
 _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    "documents": "a list of strings or of objects with a text",
+    "text_1": "a string or a list of strings",
+    "text_2": "a string or a list of strings",
     "stop": "a string or a list of strings",
+    "input": "a string or a list (of strings, token ids or items), one at least",
     "messages": "a list of objects with a role and a content",
 }
 
@@ -40,15 +43,17 @@ class ErrorResponse(TypedDict):
 
 
 def engine_error(
-    error: EngineBusyError | EngineDeadError | BadArgument | TypeError | ValueError, form_field: str | None = None
+    error: EngineBusyError | EngineDeadError | BadArgument | TypeError | ValueError,
+    form_field: str | None = None,
+    retry_after: int = 1,
 ) -> ApiError:
     """What the client is told of an error of the engine, or of what is made for it (SamplingParams).
 
-    form_field: the request's name for structured_output.
+    form_field: the request's name for structured_output. retry_after: seconds to stay away from a busy engine.
     """
     text = str(error)
     if isinstance(error, EngineBusyError):
-        return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+        return ApiError(429, text, code="rate_limit_exceeded", headers={"Retry-After": str(retry_after)})
     if isinstance(error, EngineDeadError):
         return ApiError(503, text, code="engine_dead")
     if not isinstance(error, BadArgument):
@@ -108,6 +113,8 @@ def add_error_handlers(app: FastAPI) -> None:
         if error.status_code in (404, 405):
             message = f"{message}: {request.method} {request.url.path}"
         headers = None if error.headers is None else dict(error.headers)
+        if error.status_code == 405:
+            headers = {"Allow": _methods(request)}
         return error_response(ApiError(error.status_code, message, headers=headers))
 
     async def on_client_gone(request: Request, error: Exception) -> Response:
@@ -117,6 +124,13 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientGoneError, on_client_gone)
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http)
+
+
+def _methods(request: Request) -> str:
+    """The methods of a request's path. Its route knows one of them alone, and the description of the app all."""
+    route = request.scope["route"]
+    described = request.app.openapi()["paths"].get(route.path, {})
+    return ", ".join(sorted(route.methods | {method.upper() for method in described}))
 
 
 def _expected(name: str, error: dict[str, Any]) -> str:

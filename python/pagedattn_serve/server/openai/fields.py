@@ -6,10 +6,11 @@ that costs the event loop or the engine's steps, which all requests share.
 """
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
+from pagedattn_serve.output_parsing.tool_format import NAME_PATTERN
 from pagedattn_serve.sampling_params import (
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
@@ -19,7 +20,7 @@ from pagedattn_serve.sampling_params import (
 )
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.openai.errors import engine_error
-from pagedattn_serve.structured_output import MAX_CHARACTERS, StructuredOutput
+from pagedattn_serve.structured_output import BOUNDED_SPACE, MAX_CHARACTERS, StructuredOutput
 
 MAX_OUTPUTS = 128  # n and best_of, whose sequences take their places all at once; OpenAI's
 MAX_TEXTS = 1000  # of stop and bad_words; OpenAI takes 4
@@ -28,22 +29,26 @@ MAX_BAD_WORD_CHARACTERS = 100  # of each: all of them are tokenized, twice
 MAX_BIASES = 1024  # vLLM's, as is the next
 MAX_STOP_TOKEN_IDS = 128
 MAX_ALLOWED_TOKEN_IDS = 2**18  # as many tokens as the largest vocabularies have; the engine knows the model's
+MAX_TOOLS = 256
+MAX_BUDGET = 2**20
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
 
 # One error for a list is enough, which may have a million wrong items.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 NumOutputs = Annotated[int, Field(ge=1, le=MAX_OUTPUTS)]
+FunctionName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_TEXTS)]
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
-UNSUPPORTED = (
-    *("audio", "function_call", "functions", "modalities", "moderation", "suffix"),
-    *("tool_choice", "tools", "web_search_options"),
-)
+UNSUPPORTED = ("audio", "function_call", "functions", "modalities", "moderation", "web_search_options")
+OF_CHATS = ("tools", "tool_choice")
+OF_COMPLETIONS = ("suffix",)
 _NOTHING: tuple[Any, ...] = ([], {}, "", "none", "auto", ["text"])
 
 
@@ -51,13 +56,14 @@ class Body(BaseModel):
     """Any object of a request: unknown fields are refused."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    unsupported: ClassVar[tuple[str, ...]] = (*UNSUPPORTED, *OF_COMPLETIONS)
 
     @model_validator(mode="before")
     @classmethod
     def _drop_empty(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {k: v for k, v in value.items() if v is not None and (k not in UNSUPPORTED or v not in _NOTHING)}
+        return {k: v for k, v in value.items() if v is not None and (k not in cls.unsupported or v not in _NOTHING)}
 
 
 class StreamOptions(Body):
@@ -74,8 +80,30 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, Any] | None = Field(None, description="of a structural tag, as in structured_outputs")
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Self:
+        for name, of_type in (("json_schema", "json_schema"), ("format", "structural_tag")):
+            if getattr(self, name) is not None and self.type != of_type:
+                raise ValueError(
+                    f"response_format: expected {name} beside the type {of_type} alone, got it with {self.type}"
+                )
+        return self
+
+
+class StructuredOutputs(Body):
+    """As in `StructuredOutput`, one of the forms."""
+
+    json_schema: dict[str, Any] | str | bool | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[Texts, Field(max_length=MAX_CHARACTERS)] | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    whitespace_pattern: str | None = None
 
 
 class Prediction(Body):
@@ -86,6 +114,45 @@ class Prediction(Body):
 class PromptCacheOptions(Body):
     mode: Literal["implicit", "explicit"] | None = None
     ttl: str | None = None
+
+
+class FunctionDefinition(Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(
+        None, description="the schema of the arguments; without it, there are none"
+    )
+    strict: bool | None = Field(None, description="whether a schema with keywords that are not known here is refused")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedToolList(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedTools
 
 
 class SamplingBody(Body):
@@ -108,9 +175,7 @@ class SamplingBody(Body):
     user: str | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = Field(
-        None, description="without effect: the answer's is default"
-    )
+    service_tier: ServiceTier | None = Field(None, description="without effect: the answer's is default")
     prediction: Prediction | None = None
     parallel_tool_calls: bool | None = None
     safety_identifier: str | None = None
@@ -118,7 +183,7 @@ class SamplingBody(Body):
     prompt_cache_options: PromptCacheOptions | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+    reasoning_effort: ReasoningEffort | None = Field(
         None, description="given to the chat template; without effect where the template does not name it"
     )
     # of vLLM's
@@ -139,6 +204,11 @@ class SamplingBody(Body):
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="the last tokens of a prompt, so many of them; -1: as many as fit before the output"
+    )
+    return_token_ids: bool | None = Field(None, description="token ids beside texts; not with stream")
+    structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[Texts, Field(max_length=MAX_CHARACTERS)] | None = None
@@ -146,8 +216,11 @@ class SamplingBody(Body):
 
 
 class CompletionRequest(SamplingBody):
+    unsupported = (*UNSUPPORTED, *OF_CHATS)
+
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="16 if not given; 0 with echo alone")
+    suffix: str | None = Field(None, description="what follows the output; for models that fill in")
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -189,6 +262,13 @@ class ChatCompletionRequest(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_BUDGET)] | None = Field(
+        None, description="tokens of a thought, at most"
+    )
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
 
 
 OPENAI_MAX_TOKENS = 16  # OpenAI's default for completions
@@ -196,14 +276,14 @@ OPENAI_MAX_TOKENS = 16  # OpenAI's default for completions
 SAME = tuple(SamplingBody.model_fields.keys() & {field.name for field in fields(SamplingParams)})
 # Fields that come from the model's generation_config.json, if a request leaves them out.
 FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
-# Between two parts of JSON: enough for indentation. Without a bound, a weak model may write nothing else.
-WHITE_SPACE = r"[ \t\r\n]{0,20}"
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def completion_params(body: CompletionRequest, defaults: SamplingParams) -> SamplingParams:
     """The parameters of a request to /v1/completions. defaults: the model's. Raises ApiError."""
     max_tokens = OPENAI_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.suffix and body.echo:
+        raise ApiError(400, "suffix: expected none with echo", param="suffix")
     if max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens: expected an int >= 1 without echo, got 0", param="max_tokens")
     if body.min_tokens is not None and body.max_tokens is None:
@@ -229,6 +309,8 @@ def _params(
     """Parameters from the body, or else from the model's defaults. chosen: the fields that the endpoint decides."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs: expected none with stream", param="prompt_logprobs")
+    if body.stream and body.return_token_ids:
+        raise ApiError(400, "return_token_ids: expected false with stream", param="return_token_ids")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: expected none without stream", param="stream_options")
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
@@ -252,6 +334,8 @@ def _params(
 def form_field(body: SamplingBody) -> str | None:
     """The field that asks for a form of the output; None if none does. Raises ApiError if several do."""
     asked = [name for name in GUIDED if getattr(body, name) is not None]
+    if body.structured_outputs is not None:
+        asked.append("structured_outputs")
     if body.response_format is not None and body.response_format.type != "text":
         asked.append("response_format")
     if len(asked) > 1:
@@ -266,15 +350,23 @@ def _structured_output(body: SamplingBody) -> StructuredOutput | None:
         return None
     try:
         if name == "guided_json":
-            return StructuredOutput(json=body.guided_json, whitespace_pattern=WHITE_SPACE)
+            return StructuredOutput(json=body.guided_json, whitespace_pattern=BOUNDED_SPACE)
+        if body.structured_outputs is not None:
+            given = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            if {"json", "json_object", "structural_tag"} & given.keys():
+                given.setdefault("whitespace_pattern", BOUNDED_SPACE)
+            return StructuredOutput(**given)
         if name != "response_format":
             return StructuredOutput(**{name.removeprefix("guided_"): getattr(body, name)})
         assert body.response_format is not None
         if body.response_format.type == "json_object":
-            return StructuredOutput(json_object=True, whitespace_pattern=WHITE_SPACE)
+            return StructuredOutput(json_object=True, whitespace_pattern=BOUNDED_SPACE)
+        if body.response_format.type == "structural_tag":
+            tag = {"type": "structural_tag", "format": body.response_format.format}
+            return StructuredOutput(structural_tag=tag, whitespace_pattern=BOUNDED_SPACE)
         form = body.response_format.json_schema
         if form is None or form.json_schema is None:
             raise ValueError('expected {"json_schema": {"schema": ...}} beside the type json_schema, got none')
-        return StructuredOutput(json=form.json_schema, whitespace_pattern=WHITE_SPACE)
+        return StructuredOutput(json=form.json_schema, whitespace_pattern=BOUNDED_SPACE)
     except (TypeError, ValueError) as error:
         raise ApiError(400, f"{name}: {error}", param=name) from None

@@ -1,6 +1,6 @@
 """GET /v1/models, the one model that there is; POST /tokenize and /detokenize, its tokenizer, in vLLM's shape."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import Field
@@ -8,8 +8,9 @@ from starlette.responses import Response
 from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
-from pagedattn_serve.server.openai.fields import Body, Messages, TokenIds
+from pagedattn_serve.server.openai.fields import Body, Messages, TokenIds, Tools
 from pagedattn_serve.server.openai.service import Service, service_of
+from pagedattn_serve.server.openai.tools import template_tools
 
 router = APIRouter()
 
@@ -35,6 +36,8 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="true for a prompt, false for messages if not given")
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
     return_token_strs: bool | None = None
 
 
@@ -85,7 +88,12 @@ async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(se
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: expected either prompt or messages", param="prompt")
     if body.messages is not None:
-        text = await service.render(body.messages, body.add_generation_prompt is not False)
+        text = await service.render(
+            body.messages,
+            body.add_generation_prompt is not False,
+            variables=body.chat_template_kwargs,
+            tools=template_tools(body.tools),
+        )
         [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")
     else:
         [token_ids] = await service.tokenize([body.prompt or ""], body.add_special_tokens is not False)

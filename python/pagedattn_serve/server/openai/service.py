@@ -6,7 +6,9 @@ end the job when the client goes away.
 
 import asyncio
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -18,23 +20,27 @@ from starlette.types import Receive, Scope, Send
 
 from pagedattn_serve.async_engine import AsyncLLMEngine, EngineBusyError, EngineDeadError
 from pagedattn_serve.errors import ArgumentError, BadArgument
+from pagedattn_serve.output_parsing.output_format import Turn, output_format
+from pagedattn_serve.output_parsing.parser import OutputParser
+from pagedattn_serve.output_parsing.tool_format import ToolUse
 from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.pooling_params import PoolingParams
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
-from pagedattn_serve.server.http.errors import ApiError, ClientGoneError, encode_json
+from pagedattn_serve.server.http.errors import DONE, ApiError, ClientGoneError, last_events
 from pagedattn_serve.server.http.logs import current_request
 from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.errors import engine_error
 from pagedattn_serve.server.openai.fields import SamplingBody, form_field
-from pagedattn_serve.text.chat_template import render_chat
-from pagedattn_serve.text.detokenizer import TokenNames
+from pagedattn_serve.text.chat_template import render_chat, template_text
+from pagedattn_serve.text.detokenizer import IncrementalDetokenizer, TokenNames, num_tokens_within
+from pagedattn_serve.text.infilling import infilling_of
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LONG_TEXT = 4096  # characters: tokenizing more takes longer than waking a thread
-DONE = b"data: [DONE]\n\n"
 
 SendEvents = Callable[[bytes], Awaitable[None]]
 
@@ -51,8 +57,8 @@ class PromptTokens:
 class Job:
     """What one HTTP request asks of the engine.
 
-    request_id, created (seconds since 1970), model: as the answer has them. Nobody can guess the id.
-    params: with deltas as outputs.
+    request_id, created (seconds since 1970), model, system_fingerprint: as the answer has them. No id can be guessed.
+    params: with deltas as outputs. pooling: instead of params, where the prompts become embeddings.
     form_field: the field that asks for a form of the output, if any.
     names_tier: whether the answer says its service_tier, which is always "default".
     """
@@ -60,12 +66,14 @@ class Job:
     request_id: str
     created: int
     model: str
+    system_fingerprint: str
     prompts: list[PromptTokens]
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
     form_field: str | None = None
     names_tier: bool = False
+    pooling: PoolingParams | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -81,12 +89,20 @@ class Service:
             raise ArgumentError("model", "a directory with a tokenizer", "one without, which serves no texts")
         self.tokenizer: Any = tokenizer
         self.token_names = TokenNames(tokenizer)
-        self.max_model_len = engine.facts.max_model_len
+        self.infilling = infilling_of(tokenizer)  # None if the model fills in nothing
+        self.max_model_len, self.vocab_size = engine.facts.max_model_len, engine.facts.vocab_size
+        self.scores_pairs = engine.facts.scores_pairs  # instead of giving embeddings
+        self.system_fingerprint = engine.facts.system_fingerprint
         self.defaults = engine.facts.default_sampling_params  # for requests that leave them out
         self.config = config
         self.metrics = ServerMetrics(engine.replicas, config.served_model_name)
-        self.jobs = JobRunner(engine, self.metrics)
+        self.jobs = JobRunner(engine, self.metrics, config.max_waiting)
         self.created = int(time.time())
+        template = template_text(tokenizer, config.chat_template)
+        special_tokens = set(self.token_names.special_texts.values())
+        self.output_format = output_format(config.tool_call_parser, config.reasoning_parser, template, special_tokens)
+        added_tokens = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
+        self.takes_budget = self.output_format.takes_budget(added_tokens)  # of the tokens of a thought
         self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_model(self, name: str | None) -> None:
@@ -101,27 +117,81 @@ class Service:
             sum(map(len, texts)), lambda: [self.texts.tokenize(text, add_special_tokens) for text in texts], param
         )
 
+    async def tokenize_pairs(self, firsts: list[str], seconds: list[str], param: str) -> list[list[int]]:
+        """Token ids of each pair of texts, as the tokenizer joins them. Raises as `tokenize`."""
+        return await self._with_tokenizer(
+            sum(map(len, firsts + seconds)),
+            lambda: [self.texts.tokenize(a, pair=b) for a, b in zip(firsts, seconds, strict=True)],
+            param,
+        )
+
+    async def tokenize_infilling(self, prefixes: list[str], suffix: str, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each prompt that asks for what stands before the suffix. Raises ApiError, which names the field,
+        as `tokenize`, and if the model fills in nothing."""
+        if (infilling := self.infilling) is None:
+            message = "suffix: expected none, as the model has no tokens that ask for what stands between two texts"
+            raise ApiError(400, message, param="suffix")
+        await self.tokenize([suffix], False, "suffix")
+        return await self._with_tokenizer(
+            sum(map(len, prefixes)) + len(suffix),
+            lambda: [infilling.prompt(self.texts.tokenize, prefix, suffix, add_special_tokens) for prefix in prefixes],
+            "prompt",
+        )
+
     async def detokenize(self, prompts: list[list[int]], param: str = "prompt") -> list[str]:
         """The text of each prompt, with special tokens. Raises ApiError, which names the field, for unknown ids."""
         return await self._with_tokenizer(
             sum(map(len, prompts)), lambda: list(map(self.texts.detokenize, prompts)), param
         )
 
-    async def render(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool, reasoning_effort: str | None = None
-    ) -> str:
-        """A chat as the text that the model continues. Raises ApiError for a chat that the template refuses."""
+    async def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **options: Any) -> str:
+        """A chat as the text that the model continues. options: of `render_chat`. Raises ApiError for a chat that the
+        template refuses."""
+        template = self.config.chat_template
         try:  # in a thread: a template is a program
             return await asyncio.to_thread(
-                render_chat,
-                self.tokenizer,
-                messages,
-                self.config.chat_template,
-                add_generation_prompt,
-                reasoning_effort,
+                render_chat, self.tokenizer, messages, template, add_generation_prompt, **options
             )
         except (TypeError, ValueError) as error:
-            raise ApiError(400, str(error), param="messages") from None
+            raise ApiError(400, str(error), param=_field_of(error)) from None
+
+    def turn(
+        self,
+        prompt: str,
+        params: SamplingParams,
+        use: ToolUse | None,
+        continued: str = "",
+        max_thought_tokens: int | None = None,
+    ) -> tuple[SamplingParams, Turn | None]:
+        """What an output after a prompt may be and how it is read, and the parameters that hold the output to it.
+
+        use: the calls that the output may have; None if the request has no tools. continued: the beginning of the
+        answer, if the prompt has it already. max_thought_tokens: None for any number. No turn: the output is text
+        alone. Raises ApiError.
+        """
+        try:
+            turn = self.output_format.turn(prompt, use, params.structured_output, continued, max_thought_tokens)
+            return (params, None) if turn is None else (turn.hold(params), turn)
+        except (TypeError, ValueError) as error:
+            raise engine_error(error, None if use is None else "tools") from None
+
+    def num_thought_tokens(self, job: "Job", parser: OutputParser, token_ids: list[int]) -> int:
+        """How many tokens of an output are of its thoughts. parser: has read all of its text. This may take long."""
+        skips = job.params.skip_special_tokens
+        detokenizer = IncrementalDetokenizer(self.tokenizer, job.prompts[0].token_ids, skip_special_tokens=skips)
+        return num_tokens_within(parser.thoughts, detokenizer, token_ids)
+
+    def truncate(self, prompt: PromptTokens, body: SamplingBody, max_tokens: int | None) -> PromptTokens:
+        """The prompt, or its last tokens if the request wants no more. Raises ApiError."""
+        most = body.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == 0 or body.prompt_logprobs is not None:
+            message = f"truncate_prompt_tokens: expected -1, or 1 and more, without prompt_logprobs, got {most}"
+            raise ApiError(400, message, param="truncate_prompt_tokens")
+        if most == -1:
+            most = max(self.max_model_len - (max_tokens or 1), 1)
+        return PromptTokens(prompt.text, prompt.token_ids[-most:])
 
     def check_characters(self, text: str, param: str) -> None:
         """Raises ApiError for a text that is too long even if all tokens are as long as the longest token. Such a text
@@ -129,22 +199,42 @@ class Service:
         if len(text) > self._max_characters:
             raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
 
-    def job(self, kind: str, prompts: list[PromptTokens], params: SamplingParams, body: SamplingBody) -> Job:
-        """Work for the engine. Its id is the kind and the id of the HTTP request, so the log of either names both."""
-        context = current_request.get()
-        assert context is not None, "RequestLog has set it"
-        context.answer_id = f"{kind}-{context.request_id}"
-        return Job(
-            request_id=context.answer_id,
-            created=int(time.time()),
-            model=self.config.served_model_name,
-            prompts=prompts,
-            params=params,
-            priority=body.priority or 0,
-            cache_salt=self._salt(body.cache_salt or ""),
-            form_field=form_field(body),
+    def job(
+        self,
+        id_prefix: str,
+        prompts: list[PromptTokens],
+        params: SamplingParams,
+        body: SamplingBody,
+        has_tools: bool = False,
+    ) -> Job:
+        """Work for the engine. Its id ends with that of the HTTP request, so the log of either names both."""
+        return self._job(
+            id_prefix,
+            prompts,
+            params,
+            body.priority,
+            body.cache_salt,
+            form_field="tools" if has_tools else form_field(body),
             names_tier=body.service_tier is not None,
         )
+
+    def pooling_job(
+        self,
+        id_prefix: str,
+        prompts: list[PromptTokens],
+        pooling: PoolingParams,
+        priority: int | None,
+        cache_salt: str | None,
+    ) -> Job:
+        """As `job`, where the prompts become embeddings."""
+        return self._job(id_prefix, prompts, self.defaults, priority, cache_salt, pooling=pooling)
+
+    def check_length(self, num_tokens: int, param: str) -> None:
+        """Raises ApiError unless a prompt that nothing is generated for fits."""
+        if num_tokens == 0:
+            raise ApiError(400, f"{param}: expected one token at least, got none", param=param)
+        if num_tokens > self.max_model_len:
+            raise self._too_long(f"{num_tokens} tokens in the {param}", param)
 
     def check_room(self, num_tokens: int, max_tokens: int | None, param: str) -> None:
         """Raises ApiError if the prompt and its output do not fit. max_tokens: None takes any output that fits."""
@@ -156,6 +246,31 @@ class Service:
                 f"{num_tokens + num_output} tokens ({num_tokens} in the {param}, {num_output} for the completion)"
             )
             raise self._too_long(requested, param)
+
+    def _job(
+        self,
+        id_prefix: str,
+        prompts: list[PromptTokens],
+        params: SamplingParams,
+        priority: int | None,
+        cache_salt: str | None,
+        **others: Any,
+    ) -> Job:
+        """others: fields of `Job`."""
+        context = current_request.get()
+        assert context is not None, "RequestLog has set it"
+        context.answer_id = id_prefix + context.request_id
+        return Job(
+            request_id=context.answer_id,
+            created=int(time.time()),
+            model=self.config.served_model_name,
+            system_fingerprint=self.system_fingerprint,
+            prompts=prompts,
+            params=params,
+            priority=priority or 0,
+            cache_salt=self._salt(cache_salt or ""),
+            **others,
+        )
 
     def _too_long(self, requested: str, param: str) -> ApiError:
         """The error in OpenAI's words, which clients look for."""
@@ -181,6 +296,16 @@ class Service:
         return f"{context.key_id}:{own}" if context and self.config.prefix_cache_per_key else own
 
 
+# Fields beside the messages that a chat is rendered by.
+_RENDERED_FIELDS = ("tools", "chat_template_kwargs", "continue_final_message")
+
+
+def _field_of(error: Exception) -> str:
+    """The field of the request that an error of `render_chat` is about."""
+    is_other = isinstance(error, BadArgument) and error.argument in _RENDERED_FIELDS
+    return error.argument if is_other else "messages"  # type: ignore[attr-defined]
+
+
 async def service_of(request: Request) -> Service:
     """A FastAPI dependency. It is async, because FastAPI runs other dependencies in threads."""
     service: Service = request.app.state.service
@@ -192,12 +317,36 @@ Take = Callable[[int, RequestOutput], Awaitable[None]]  # the place of a prompt,
 Forget = Callable[[int], bool]
 
 
+class RecentEnds:
+    """When the requests of the last minute ended: the speed of the queue."""
+
+    SECONDS = 60.0
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._times: deque[float] = deque(maxlen=10_000)
+
+    def add(self) -> None:
+        self._times.append(time.monotonic())
+
+    def retry_after(self, num_waiting: int) -> int:
+        """Seconds, 1 to 60, after which half of those that wait have left the queue, if all goes on as it does."""
+        now = time.monotonic()
+        while self._times and self._times[0] < now - self.SECONDS:
+            self._times.popleft()
+        observed = now - (self._times[0] if len(self._times) == self._times.maxlen else self._started)
+        seconds = num_waiting / 2 * min(self.SECONDS, observed) / max(len(self._times), 1)
+        return math.ceil(min(max(seconds, 1.0), self.SECONDS))
+
+
 class JobRunner:
     """Sends jobs through the engine, and shows the outputs to the metrics."""
 
-    def __init__(self, engine: AsyncLLMEngine, metrics: ServerMetrics) -> None:
+    def __init__(self, engine: AsyncLLMEngine, metrics: ServerMetrics, max_waiting: int) -> None:
         self._engine = engine
         self._metrics = metrics
+        self._max_waiting = max_waiting
+        self._recent_ends = RecentEnds()
 
     async def run(self, job: Job, take: Take, forget: Forget = lambda _: False) -> None:
         """Call `take` with each output of each prompt, until all prompts are finished. Raises ApiError if a prompt is
@@ -243,7 +392,7 @@ class JobRunner:
 
             outputs = self._engine.generate(
                 prompt,
-                job.params,
+                job.pooling or job.params,
                 f"{job.request_id}-{place}",
                 job.priority,
                 job.cache_salt,
@@ -254,10 +403,12 @@ class JobRunner:
                     try:
                         output = await anext(outputs)
                     except (EngineBusyError, EngineDeadError, BadArgument, TypeError, ValueError) as error:
-                        raise engine_error(error, job.form_field) from None
+                        retry_after = self._recent_ends.retry_after(self._max_waiting)
+                        raise engine_error(error, job.form_field, retry_after) from None
                     is_finished = output.finished
                     see(output)
                     if is_finished:
+                        self._recent_ends.add()
                         _raise_failure(output, job.form_field)
                     await take(place, output)
 
@@ -294,18 +445,25 @@ def _raise_failure(output: RequestOutput, form_field: str | None) -> None:
 
 
 class EventStream(Response):
-    """Sends the events of `send_all`, then [DONE].
+    """Sends the events of `send_all`, then `done`.
 
-    An error before the first event is raised, and gets a response of its own. A later error becomes the last event
-    before [DONE]. `send_all` is cancelled as soon as the client has gone.
+    An error before the first event is raised, and gets a response of its own. A later error becomes what `fail` makes
+    of it, the end of the stream. `send_all` is cancelled as soon as the client has gone.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, send_all: Callable[[SendEvents], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        send_all: Callable[[SendEvents], Awaitable[None]],
+        done: bytes = DONE,
+        fail: Callable[[ApiError], bytes] = last_events,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._send_all = send_all
+        self._done = done
+        self._fail = fail
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -330,18 +488,14 @@ class EventStream(Response):
         except ApiError as error:
             if not has_begun:
                 raise
-            await _send_end(send, error_event(error))
+            await _send_end(send, self._fail(error))
         except Exception:  # a bug; the middleware logs it
             if has_begun:
-                await _send_end(send, error_event(ApiError(500, "the server failed; its log says where")))
+                await _send_end(send, self._fail(ApiError(500, "the server failed; its log says where")))
             raise
         else:
-            await _send_end(send)
+            await _send_end(send, self._done)
 
 
-async def _send_end(send: Send, last: bytes = b"") -> None:
-    await send({"type": "http.response.body", "body": last + DONE})
-
-
-def error_event(error: ApiError) -> bytes:
-    return f"data: {encode_json(error.body)}\n\n".encode("utf-8", "backslashreplace")
+async def _send_end(send: Send, last: bytes) -> None:
+    await send({"type": "http.response.body", "body": last})

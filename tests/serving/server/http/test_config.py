@@ -35,6 +35,20 @@ def test_the_defaults_listen_to_this_machine_alone() -> None:
         ),
         ("api_keys", "secret", TypeError, "api_keys: expected a tuple of strings"),
         ("allowed_hosts", "box", TypeError, "allowed_hosts: expected a tuple of strings"),
+        ("allowed_origins", "https://box", TypeError, "allowed_origins: expected a tuple of strings"),
+        (
+            "allowed_origins",
+            ("box.example",),
+            ValueError,
+            "allowed_origins: expected origins such as https://chat.exam",
+        ),
+        ("allowed_origins", ("https://box.example/",), ValueError, "allowed_origins: expected origins such as https:/"),
+        ("root_path", "llm", ValueError, "root_path: expected a path that begins with / and ends with none, such as /"),
+        ("root_path", "/llm/", ValueError, "root_path: expected a path that begins with / and ends with none, such a"),
+        ("uds", "", ValueError, "uds: expected a text, got an empty one"),
+        ("ssl_keyfile", "key.pem", ValueError, "ssl_keyfile: expected none without ssl_certfile, got key.pem"),
+        ("ssl_certfile", "/nowhere", FileNotFoundError, "ssl_certfile: expected a file that can be read, got /nowhere"),
+        ("ssl_certfile", __file__, ValueError, "ssl_certfile: expected a certificate in PEM, and its private key with"),
     ],
 )
 def test_what_is_refused(field: str, value: Any, error: type[Exception], message: str) -> None:
@@ -50,6 +64,11 @@ def test_a_host_that_no_header_would_name(host: str) -> None:
     ) as raised:
         ServerConfig(allowed_hosts=("box.example", "*", "10.0.0.1", "::1", "[::1]", host))
     assert str(raised.value).endswith(f"got {host!r}")
+
+
+def test_origins_that_browsers_send() -> None:
+    origins = ("*", "https://chat.example", "http://localhost:3000", "http://[::1]:8080", "app://obsidian.md")
+    assert ServerConfig(allowed_origins=origins).allowed_origins == origins
 
 
 @pytest.mark.parametrize("key", ["", "two words", "line\n", "schlüssel", "tab\t", "\x7f"])

@@ -2,12 +2,16 @@
 
 import asyncio
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from server_process import AT_ONCE_SECONDS, WAIT_SECONDS
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -17,10 +21,12 @@ from pagedattn_serve.server.http import connection
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.middleware import add_middleware
 from pagedattn_serve.server.http.run import Server
-from pagedattn_serve.server.http.sockets import bind, listen, port_of
+from pagedattn_serve.server.http.sockets import bind, bind_unix, listen, port_of
 
 TIMEOUT = 0.3
 REQUEST = b"GET / HTTP/1.1\r\nHost: server\r\n\r\n"
+
+CERTIFICATE = str(Path(__file__).with_name("localhost.pem"))  # with its key; until 2126
 
 Client = Callable[[int], Awaitable[None]]
 
@@ -82,8 +88,10 @@ def endless(left: list[str]) -> Callable[[Request], Awaitable[Response]]:
     return respond
 
 
-def with_server(client: Client, left: list[str] | None = None, **config: Any) -> None:
-    """Run `client` on the port of a server, then end it."""
+def with_server(
+    client: Client, left: list[str] | None = None, sockets: list[socket.socket] | None = None, **config: Any
+) -> None:
+    """Run `client` on the port of a server, then end it. sockets: others to listen on; then the client gets 0."""
 
     async def run() -> None:
         routes = [Route("/", hello), Route("/length", echo_length, methods=["POST"]), Route("/parts", two_parts)]
@@ -94,12 +102,12 @@ def with_server(client: Client, left: list[str] | None = None, **config: Any) ->
         add_middleware(app, server_config)
         engine = FakeEngine()
         server = Server(app, engine, server_config)  # type: ignore[arg-type]
-        sockets = bind("127.0.0.1", 0)
-        listen("127.0.0.1", sockets)
-        serving = asyncio.create_task(server.serve(sockets))
+        bound = sockets or bind("127.0.0.1", 0)
+        listen("127.0.0.1", bound)
+        serving = asyncio.create_task(server.serve(bound))
         try:
-            async with asyncio.timeout(30):
-                await client(port_of(sockets[0]))
+            async with asyncio.timeout(WAIT_SECONDS):
+                await client(0 if sockets else port_of(bound[0]))
         finally:
             server.stop()
             await serving
@@ -122,7 +130,7 @@ def test_headers_that_do_not_come(sent: bytes) -> None:
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
-        assert TIMEOUT * 0.5 < await seconds_until_cut(reader) < TIMEOUT + 5
+        assert TIMEOUT * 0.5 < await seconds_until_cut(reader) < TIMEOUT + AT_ONCE_SECONDS
 
     with_server(client)
 
@@ -140,7 +148,7 @@ def test_headers_that_trickle() -> None:
                 writer.write(b"X-A: b\r\n")
 
         trickling = asyncio.create_task(trickle())
-        assert await seconds_until_cut(reader) < TIMEOUT + 5
+        assert await seconds_until_cut(reader) < TIMEOUT + AT_ONCE_SECONDS
         trickling.cancel()
 
     with_server(client)
@@ -188,11 +196,10 @@ def test_an_offer_of_another_protocol_is_passed_by(num_parts: int) -> None:
                 writer.write(request[len(request) * i // num_parts : len(request) * (i + 1) // num_parts])
                 await writer.drain()
                 await asyncio.sleep(0.01)
-            async with asyncio.timeout(5):
-                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
-                assert await reader.readexactly(4) == b"5000"
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK\r\n")
+            assert await reader.readexactly(4) == b"5000"
 
-    with_server(client)
+    with_server(client, read_timeout=WAIT_SECONDS)
 
 
 def test_a_reader_that_stops_is_cut_off_and_its_request_ended() -> None:
@@ -216,10 +223,10 @@ def test_a_reader_that_is_slow_is_not_cut_off() -> None:
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(REQUEST.replace(b"/", b"/endless", 1))
-        for _ in range(6):
-            for _ in range(100):
+        for _ in range(20):
+            for _ in range(30):
                 await reader.readexactly(65536)
-            await asyncio.sleep(TIMEOUT / 2)
+            await asyncio.sleep(TIMEOUT / 10)
         assert not left
         writer.close()
 
@@ -248,7 +255,7 @@ def test_who_sends_too_much_sees_why(chunked: bool) -> None:
                 response += received
         assert response.startswith(b"HTTP/1.1 413 ") and b"request_too_large" in response
 
-    with_server(client, read_timeout=20, max_body_size=1_000_000)
+    with_server(client, read_timeout=WAIT_SECONDS, max_body_size=1_000_000)
 
 
 def test_a_body_that_stops_coming() -> None:
@@ -270,7 +277,7 @@ def test_what_is_not_http(sent: bytes) -> None:
         writer.write(sent)
         assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
 
-    with_server(client, read_timeout=20)
+    with_server(client, read_timeout=WAIT_SECONDS)
 
 
 def answer_to(request: bytes, half_closes: bool = False) -> bytes:
@@ -286,7 +293,7 @@ def answer_to(request: bytes, half_closes: bool = False) -> bytes:
         received = await reader.read()
         writer.close()
 
-    with_server(client, read_timeout=20)
+    with_server(client, read_timeout=WAIT_SECONDS)
     return received
 
 
@@ -330,7 +337,7 @@ def test_a_client_that_goes_away_ends_its_request(monkeypatch: pytest.MonkeyPatc
         while "ended" not in left:
             await asyncio.sleep(0.01)
 
-    with_server(client, left, read_timeout=20)
+    with_server(client, left, read_timeout=WAIT_SECONDS)
 
 
 def test_who_ends_its_side_and_waits_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,4 +356,43 @@ def test_who_ends_its_side_and_waits_is_there(monkeypatch: pytest.MonkeyPatch) -
         while "ended" not in left:
             await asyncio.sleep(0.01)
 
-    with_server(client, left, read_timeout=20)
+    with_server(client, left, read_timeout=WAIT_SECONDS)
+
+
+def test_tls() -> None:
+    """Answers whole and in parts, and a client that closes its side: TLS has no end of one side alone."""
+
+    async def client(port: int) -> None:
+        trusted = ssl.create_default_context(cafile=CERTIFICATE)
+        async with httpx.AsyncClient(base_url=f"https://localhost:{port}", verify=trusted) as https:
+            assert (await https.get("/")).text == "hello" and (await https.get("/parts")).text == "first second"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trusted, server_hostname="localhost")
+        writer.write(REQUEST)
+        assert (await reader.read(100)).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    with_server(client, ssl_certfile=CERTIFICATE, read_timeout=WAIT_SECONDS)
+
+
+def test_unix_socket(tmp_path: Path) -> None:
+    """In place of one that a server has left behind, but never of one that has a server, or of another file."""
+    path = str(tmp_path / "server")
+    for each in bind_unix(path):
+        each.close()
+    sockets = bind_unix(path)
+
+    async def client(_: int) -> None:
+        transport = httpx.AsyncHTTPTransport(uds=path)
+        async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as http:
+            assert (await http.get("/")).text == "hello"
+        with pytest.raises(OSError, match=rf"^uds: expected a path .*, got {path} \(Address already in use\)"):
+            bind_unix(path)
+
+    with_server(client, sockets=sockets, uds=path, allowed_hosts=())
+    other = tmp_path / "file"
+    other.write_text("kept")
+    with pytest.raises(OSError, match=r"^uds: expected a path .* \(Address already in use\)"):
+        bind_unix(str(other))
+    assert other.read_text() == "kept"
+    with pytest.raises(OSError, match=r"^uds: expected a path of at most 107 bytes .* \(AF_UNIX path too long\)"):
+        bind_unix(str(tmp_path / ("a" * 107)))

@@ -68,7 +68,7 @@ def test_a_request() -> None:
         assert found[f"pagedattn:{name}_sum"] == pytest.approx(total)
         assert found[f"pagedattn:{name}_count"] == count
     assert found["pagedattn:inter_token_latency_seconds_count"] == 2
-    assert 0 <= found["pagedattn:inter_token_latency_seconds_sum"] < 1
+    assert 0 <= found["pagedattn:inter_token_latency_seconds_sum"] < 60  # by the real clock
     assert found["pagedattn:time_to_first_token_seconds_bucket{le=1.0}"] == 1
     assert found["pagedattn:time_to_first_token_seconds_bucket{le=0.5}"] == 0
     assert ended(metrics) == {"length": 1}
@@ -117,7 +117,7 @@ def test_a_request_that_is_refused_counts_for_nothing() -> None:
     with pytest.raises(ApiError, match="too long"), metrics.watch():
         raise ApiError(400, "too long")
     after = samples(metrics)
-    assert {name for name in before if before[name] != after[name]} <= {"process_cpu_seconds_total"}
+    assert all(name.startswith("process_") for name in before if before[name] != after[name])
 
 
 @pytest.mark.parametrize("finish_reason", ["error", None])

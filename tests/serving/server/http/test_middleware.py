@@ -409,3 +409,39 @@ def test_an_error_of_the_app_is_a_500_and_its_text_stays_out_of_the_log(caplog: 
     assert "RuntimeError" in log and "in fail" in log
     assert "secret" not in log and "secret" not in response.text
     assert access_lines(caplog)[0]["status"] == 500
+
+
+# --- web pages, and proxies ---
+
+PAGE = {"Origin": "https://chat.example"}
+
+
+def test_pages_of_allowed_origins_may_ask() -> None:
+    """Before they ask, without a key, and when they are refused. Other pages read nothing."""
+    app = make_app(api_keys=KEYS, allowed_origins=("https://chat.example",))
+    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    before = request(app, "/v1/echo", "OPTIONS", headers=PAGE | asking)
+    assert before.status_code == 200
+    assert before.headers["access-control-allow-headers"] == asking["Access-Control-Request-Headers"]
+    key = {"Authorization": f"Bearer {KEYS[0]}"}
+    for headers, status in ((PAGE | key, 200), (PAGE, 401)):
+        response = request(app, "/v1/echo", headers=headers)
+        assert response.status_code == status and response.headers["access-control-allow-origin"] == PAGE["Origin"]
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
+    other = {"Origin": "https://other.example"}
+    assert request(app, "/v1/echo", "OPTIONS", headers=other | asking).status_code == 400
+    assert "access-control-allow-origin" not in request(app, "/v1/echo", headers=other | key).headers
+
+
+def test_no_page_may_ask_by_default() -> None:
+    response = request(make_app(), "/v1/echo", headers=PAGE)
+    assert response.status_code == 200 and "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize("path", ["/health", "/llm/health", "/llm/v1/echo", "/v1/echo"])
+def test_a_proxy_may_leave_the_root_path_or_cut_it_off(path: str) -> None:
+    """Open paths are open under it, too, and the others are not."""
+    response = request(make_app(root_path="/llm", api_keys=KEYS), path)
+    assert response.status_code == (200 if path.endswith("/health") else 401)
+    assert request(make_app(root_path="/llm"), path).status_code == 200
+    assert request(make_app(root_path="/llm"), f"/llmx{path}").status_code == 404

@@ -9,17 +9,31 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
-from server_process import COMMAND, SLOW_COMMAND, ServerProcess, children_of, is_running, running, serving, wait_for
+from server_process import (
+    COMMAND,
+    SLOW_COMMAND,
+    STOP_SECONDS,
+    WAIT_SECONDS,
+    ServerProcess,
+    children_of,
+    is_running,
+    running,
+    serving,
+    wait_for,
+)
 
 from pagedattn_serve import DEMO_MODEL
 from pagedattn_serve.cli import main
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.run import with_hosts
 from pagedattn_serve.server.http.sockets import bind, listen, port_of
+
+get, head, post = (partial(ask, timeout=WAIT_SECONDS) for ask in (httpx.get, httpx.head, httpx.post))
 
 # 500 tokens of the demo model, at SLOW_COMMAND: a second or more.
 HOSTS = ("localhost", "name-of-a-page.example")
@@ -40,7 +54,7 @@ class Streams:
     def _read(self, url: str, i: int) -> None:
         body = {**LONG, "prompt": f"A class {i}", "stream": True}
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=WAIT_SECONDS) as response:
                 for text in response.iter_text():
                     self.texts[i] += text
         except httpx.HTTPError as error:
@@ -56,16 +70,16 @@ def test_its_life() -> None:
     with running(python=sys.executable, program=SLOW_COMMAND) as server:
         names = [line[:15].rstrip() for line in server.stdout.splitlines()]
         assert names == ["model", "architecture", "device", "dtype", "cache", "limits", "API key", "URL"]
-        assert httpx.get(f"{server.url}/health").status_code == httpx.head(f"{server.url}/health").status_code == 200
-        assert [httpx.get(f"{server.url}/state", headers={"Host": host}).status_code for host in HOSTS] == [200, 421]
+        assert get(f"{server.url}/health").status_code == head(f"{server.url}/health").status_code == 200
+        assert [get(f"{server.url}/state", headers={"Host": host}).status_code for host in HOSTS] == [200, 421]
         streams = Streams(server, 4)
         server.process.send_signal(signal.SIGTERM)
         with pytest.raises(httpx.TransportError):  # soon: it looks for signals ten times a second
-            for _ in range(100):
-                httpx.get(f"{server.url}/health")
+            while True:
+                get(f"{server.url}/health")
                 time.sleep(0.02)
         streams.join()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(STOP_SECONDS) == 0
         for text in streams.texts:
             assert text.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in text
         assert "Traceback" not in server.stderr and server.stderr.count("status=200") == 4
@@ -76,10 +90,10 @@ def test_the_process_that_clients_talk_to_has_no_torch() -> None:
     """But all that the API needs: texts, chats and metrics, those of the engine's process among them."""
     with serving(python=sys.executable) as server:
         body = {"model": server.model, "messages": [{"role": "user", "content": "A class"}], "max_tokens": 3}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+        answer = post(f"{server.url}/v1/chat/completions", json=body).json()
         assert answer["usage"]["completion_tokens"] == 3 and answer["choices"][0]["message"]["content"]
-        tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "A class"}).json()["tokens"]
-        assert httpx.post(f"{server.url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "A class"}
+        tokens = post(f"{server.url}/tokenize", json={"prompt": "A class"}).json()["tokens"]
+        assert post(f"{server.url}/detokenize", json={"tokens": tokens}).json() == {"prompt": "A class"}
         pids = (server.process.pid, server.core_pid)
         assert ["libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids] == [False, True]
         metrics = server.metrics()
@@ -92,21 +106,21 @@ def test_what_does_not_end_in_time_is_aborted() -> None:
     environment = {"PAGEDATTN_API_KEY": "first-key,second-key"}
     with running(*options, python=sys.executable, environment=environment, program=SLOW_COMMAND) as server:
         headers = {"Authorization": "Bearer second-key"}
-        assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 401
+        assert post(f"{server.url}/v1/completions", json=LONG).status_code == 401
         body = {**LONG, "max_tokens": 2, "prompt": "secret-prompt"}
-        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+        assert post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
         responses: list[httpx.Response] = []
 
         def ask() -> None:
-            responses.append(httpx.post(f"{server.url}/v1/completions", json=LONG, headers=headers, timeout=60))
+            responses.append(post(f"{server.url}/v1/completions", json=LONG, headers=headers))
 
         asking = threading.Thread(target=ask)
         asking.start()
-        while 'num_requests_running{model_name="demo_model"} 1.0' not in httpx.get(f"{server.url}/metrics").text:
+        while 'num_requests_running{model_name="demo_model"} 1.0' not in get(f"{server.url}/metrics").text:
             time.sleep(0.01)
         server.process.send_signal(signal.SIGINT)
         asking.join()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(STOP_SECONDS) == 0
         [response] = responses
         assert response.status_code == 503 and set(response.json()) == {"error"}
         lines = [json.loads(line) for line in server.stderr.splitlines()]
@@ -124,7 +138,7 @@ def test_a_second_signal_waits_for_nothing() -> None:
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: "stopping" in server.stderr)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 128 + signal.SIGTERM
+        assert server.process.wait(STOP_SECONDS) == 128 + signal.SIGTERM
         streams.join()
         assert not any("[DONE]" in text for text in streams.texts) and "Traceback" not in server.stderr
 
@@ -138,10 +152,10 @@ def test_an_engine_that_breaks_ends_the_process_with_1() -> None:
         statuses = []
         while server.process.poll() is None and len(statuses) < 20:
             try:
-                statuses.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60).status_code)
+                statuses.append(post(f"{server.url}/v1/completions", json=LONG).status_code)
             except httpx.TransportError:
                 break
-        assert server.process.wait(30) == 1
+        assert server.process.wait(STOP_SECONDS) == 1
         assert statuses and set(statuses) <= {500, 503}
         lines = [json.loads(line) for line in server.stderr.splitlines()]
         messages = {line["logger"]: line for line in lines}
@@ -161,7 +175,7 @@ def test_an_engine_that_is_killed_ends_the_process_with_1() -> None:
             assert (done, nothing) == ("data: [DONE]", "")
             told = json.loads(error.removeprefix("data: "))["error"]
             assert (told["message"], told["code"]) == (died, "engine_dead")
-        assert server.process.wait(30) == 1
+        assert server.process.wait(STOP_SECONDS) == 1
         assert died in server.stderr and "Traceback" not in server.stderr
 
 
@@ -195,20 +209,20 @@ def test_replicas_that_are_killed() -> None:
         died = f"replica 0 died: the engine core (process {pids[0]}) was killed by SIGKILL"
         assert sum(died in text for text in streams.texts) == 2
         assert sum('"finish_reason":"length"' in text for text in streams.texts) == 2
-        health = httpx.get(f"{server.url}/health")
+        health = get(f"{server.url}/health")
         assert health.status_code == 200 and [each["is_running"] for each in health.json()["replicas"]] == [False, True]
         metrics = server.metrics()
         assert [metrics[f'replica_up{{replica="{i}"}}'] for i in range(2)] == [0, 1]
-        assert httpx.get(f"{server.url}/state?replica=1").json()["replicas"] == [False, True]
+        assert get(f"{server.url}/state?replica=1").json()["replicas"] == [False, True]
         for number, status in ((0, 503), (2, 400)):
-            assert httpx.get(f"{server.url}/state?replica={number}").status_code == status
+            assert get(f"{server.url}/state?replica={number}").status_code == status
         os.kill(pids[1], signal.SIGKILL)
-        wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503)
-        answer = httpx.post(f"{server.url}/v1/completions", json=LONG)
+        wait_for(lambda: get(f"{server.url}/health").status_code == 503)
+        answer = post(f"{server.url}/v1/completions", json=LONG)
         assert answer.status_code == 503 and f"{died}; replica 1 died: " in answer.json()["error"]["message"]
         wait_for(lambda: server.metrics()['replica_restarts_total{replica="0"}'] == 1)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(STOP_SECONDS) == 0
         assert "Traceback" not in server.stderr and died in server.stderr
 
 
@@ -221,7 +235,7 @@ def test_signals_reach_both_processes_and_end_neither_at_once() -> None:
         for each in (pid, server.process.pid):
             os.kill(each, signal.SIGINT)
         streams.join()
-        assert server.process.wait(30) == 0
+        assert server.process.wait(STOP_SECONDS) == 0
         assert all('"finish_reason":"length"' in text for text in streams.texts)
         assert "Traceback" not in server.stderr
         assert not is_running(pid)

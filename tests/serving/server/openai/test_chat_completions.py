@@ -6,7 +6,7 @@ import pytest
 from checkpoints import BEGINNING, EOS, SPEECH
 from pydantic import TypeAdapter
 
-from pagedattn_serve.server.openai.completions import ChatCompletionResponse
+from pagedattn_serve.server.openai.chat import ChatCompletionResponse
 
 PATH = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": BEGINNING}]

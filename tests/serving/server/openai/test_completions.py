@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.server.http.errors import JSONResponse
 from pagedattn_serve.server.openai import logprobs
-from pagedattn_serve.server.openai.completions import CompletionResponse, response_of
+from pagedattn_serve.server.openai.answers import response_of
+from pagedattn_serve.server.openai.completions import CompletionResponse
 
 PATH = "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 100}
@@ -39,7 +40,53 @@ def test_usage_counts_the_tokens(client: Any) -> None:
         "prompt_tokens": 2 * num_prompt,
         "completion_tokens": 4 * num_output,
         "total_tokens": 2 * num_prompt + 4 * num_output,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+CHAT_PATH = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [PATH, CHAT_PATH])
+def test_usage_counts_what_was_cached(demo: Any, path: str, stream: bool) -> None:
+    """Whole blocks of 16 tokens, without the last token, which has to be computed."""
+    text = f"{path} {stream}: " + 40 * "word "
+    fields = {"prompt": text} if path == PATH else {"messages": [{"role": "user", "content": text}]}
+    usages = []
+    for _ in range(2):
+        if stream:
+            options = {"stream_options": {"include_usage": True}}
+            usages.append(demo.events(path, **fields, max_tokens=2, **options)[-1]["usage"])
+        else:
+            usages.append(demo.answer(path, **fields, max_tokens=2)["usage"])
+    num_found = (usages[0]["prompt_tokens"] - 1) // 16 * 16
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages] == [0, num_found]
+
+
+def test_token_ids_beside_texts(client: Any) -> None:
+    tokenizer = client.engine.texts.tokenizer
+    prompt, output = tokenizer(BEGINNING).input_ids, tokenizer(SPEECH).input_ids
+    [choice] = client.answer(PATH, prompt=BEGINNING, return_token_ids=True, **GREEDY)["choices"]
+    assert choice["prompt_token_ids"] == prompt and choice["token_ids"][:-1] == output  # and the end
+    messages = [{"role": "user", "content": BEGINNING}]
+    answer = client.answer(CHAT_PATH, messages=messages, return_token_ids=True, **GREEDY)
+    assert answer["prompt_token_ids"] == prompt and answer["choices"][0]["token_ids"] == choice["token_ids"]
+    status, param, _ = client.error(PATH, prompt=BEGINNING, return_token_ids=True, stream=True)
+    assert (status, param) == (400, "return_token_ids")
+
+
+@pytest.mark.parametrize("given", [3, -1])
+def test_the_last_tokens_of_a_prompt(client: Any, given: int) -> None:
+    """-1: as many as fit before the output."""
+    kept = 3 if given == 3 else client.engine.facts.max_model_len - 5
+    prompt = [5 + i % 40 for i in range(client.engine.facts.max_model_len + 7)]
+    fields = {"truncate_prompt_tokens": given, "max_tokens": 5, "return_token_ids": True}
+    [choice] = client.answer(PATH, prompt=prompt, **fields)["choices"]
+    assert choice["prompt_token_ids"] == prompt[-kept:]
+    for wrong in ({"truncate_prompt_tokens": 0}, {**fields, "echo": True}, {**fields, "prompt_logprobs": 1}):
+        status, param, _ = client.error(PATH, prompt=prompt, **wrong)
+        assert (status, param) == (400, "truncate_prompt_tokens")
 
 
 def test_the_model_need_not_be_named(client: Any) -> None:
@@ -326,3 +373,24 @@ def test_an_answer_written_choice_by_choice() -> None:
     written = response_of(answer, iter(choices))
     assert written.body == JSONResponse({**answer, "choices": choices}).body
     assert written.headers["content-type"] == "application/json"
+
+
+def test_what_stands_between_two_texts(tmp_path: Path, serve: Any, client: Any) -> None:
+    """The output ends with the model's token for that, or its place in the text."""
+    tokens = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>")
+    tokenizer = make_speaking_model(tmp_path, "the cat and the hat<|endoftext|>and more", *tokens)
+    before, between, after, end = tokenizer.convert_tokens_to_ids(list(tokens))
+    prefix, suffix = (tokenizer(text).input_ids for text in ("the", " hat"))
+    with serve(LLMEngine(tmp_path, num_blocks=64)) as infilling:
+        answer = infilling.answer(PATH, prompt="the", suffix=" hat", return_token_ids=True, **GREEDY)
+        [choice] = answer["choices"]
+        prompt = [before, *prefix, between, *suffix, after]
+        assert choice["prompt_token_ids"] == prompt
+        script = tokenizer("the cat and the hat<|endoftext|>").input_ids
+        assert choice["token_ids"] == script[len(prompt) :]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", end)
+        plain = infilling.answer(PATH, prompt=["the"], suffix="", return_token_ids=True, max_tokens=1)
+        assert plain["choices"][0]["prompt_token_ids"] == prefix
+        for fields in ({"prompt": [5]}, {"prompt": "the", "echo": True}, {"prompt": "the", "suffix": "\ud800"}):
+            assert infilling.error(PATH, **{"suffix": " hat", **fields})[:2] == (400, "suffix")
+    assert client.error(PATH, prompt="the", suffix=" hat")[:2] == (400, "suffix")

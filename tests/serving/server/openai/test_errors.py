@@ -86,7 +86,7 @@ SAMPLING: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt_cache_key": 5}, "prompt_cache_key"),
     ({"safety_identifier": 5}, "safety_identifier"),
     ({"stream": True, "stream_options": {"include_obfuscation": "no"}}, "stream_options"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"foo": 0}, "foo"),
@@ -264,6 +264,13 @@ def test_an_answer_says_its_tier_if_it_was_asked_for_one(client: Any, path: str,
     for tiers in ({}, {"service_tier": None}):
         told = [client.answer(path, **body, **tiers), *client.events(path, **body, **tiers)]
         assert not any("service_tier" in each for each in told)
+
+
+@pytest.mark.parametrize(("path", "prompt"), [(COMPLETIONS, {"prompt": BEGINNING}), (CHAT, {"messages": MESSAGES})])
+def test_an_answer_says_what_gave_it(client: Any, path: str, prompt: dict[str, Any]) -> None:
+    """Whole, and each chunk of a stream."""
+    told = [client.answer(path, **prompt, max_tokens=2), *client.events(path, **prompt, max_tokens=2)]
+    assert {each["system_fingerprint"] for each in told} == {client.engine.facts.system_fingerprint}
 
 
 def test_the_template_gets_the_effort(speaker_path: str, serve: Any) -> None:

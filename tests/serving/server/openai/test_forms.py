@@ -1,4 +1,4 @@
-"""Fields that ask for a form of the output: response_format, and the four guided ones."""
+"""Fields that ask for a form of the output: response_format, structured_outputs, and the four guided ones."""
 
 import json
 from typing import Any
@@ -29,7 +29,8 @@ def texts(demo: Any, path: str, **fields: Any) -> list[str]:
 def test_a_schema(demo: Any, path: str) -> None:
     """Met by every output, as white space is limited."""
     response_format = {"type": "json_schema", "json_schema": {"name": "type", "strict": True, "schema": SCHEMA}}
-    for fields in ({"response_format": response_format}, {"guided_json": SCHEMA}):
+    newest = {"structured_outputs": {"json": SCHEMA}}
+    for fields in ({"response_format": response_format}, {"guided_json": SCHEMA}, newest):
         for text in texts(demo, path, n=8, **fields):
             value = json.loads(text)
             assert value["name"] in ("list", "dict")
@@ -45,6 +46,17 @@ def test_the_other_forms(demo: Any, path: str) -> None:
     assert texts(demo, path, guided_json=json.dumps({"const": 5})) == ["5"]
     assert texts(demo, path, guided_grammar='start: "a" "b"') == ["ab"]
     assert texts(demo, path, response_format={"type": "text"}, guided_choice=["yes"]) == ["yes"]
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "ab"}}
+    assert texts(demo, path, response_format=tag) == ["ab"]
+    for form, text in (
+        ({"regex": "c{3}"}, "ccc"),
+        ({"choice": ["yes"]}, "yes"),
+        ({"grammar": 'start: "a" "b"'}, "ab"),
+        ({"json": {"const": 5}, "whitespace_pattern": ""}, "5"),
+        ({"structural_tag": tag}, "ab"),
+        ({"structural_tag": json.dumps(tag)}, "ab"),
+    ):
+        assert texts(demo, path, structured_outputs=form) == [text]
 
 
 def test_any_object(demo: Any) -> None:
@@ -67,7 +79,13 @@ def test_any_object(demo: Any) -> None:
         ({"guided_json": {"type": "nothing"}}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "format": {"type": "any_text"}}}, "response_format"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
         ({"guided_choice": ["a"], "use_beam_search": True, "n": 2}, "use_beam_search"),
     ],
     ids=str,

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import pytest
+from async_runs import Runner, play, until
 
 from pagedattn_serve.async_engine import AsyncLLMEngine, EngineBusyError, EngineDeadError
 from pagedattn_serve.engine import LLMEngine
@@ -14,17 +16,17 @@ from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.metrics import ServerMetrics
+from pagedattn_serve.server.openai.answers import Answer, ChunkWriter, JobChunks
 from pagedattn_serve.server.openai.app import make_app
-from pagedattn_serve.server.openai.completions import Answer, ChunkWriter, JobChunks
 from pagedattn_serve.server.openai.fields import StreamOptions
-from pagedattn_serve.server.openai.service import EventStream, Job, JobRunner, PromptTokens, SendEvents
+from pagedattn_serve.server.openai.service import EventStream, Job, JobRunner, PromptTokens, RecentEnds, SendEvents
 
 NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
 IDLE = ReplicaStatus(None, True, None, 0, NO_STATS)
 
 
 def job(num_prompts: int) -> Job:
-    return Job("id", 0, "tiny", [PromptTokens(None, [5])] * num_prompts, SamplingParams())
+    return Job("id", 0, "tiny", "fp_none", [PromptTokens(None, [5])] * num_prompts, SamplingParams())
 
 
 def output(num_tokens: int, finish_reason: str | None = None, error: str | None = None) -> RequestOutput:
@@ -47,7 +49,7 @@ class FakeEngine:
         self._dies_at = dies_at
 
     def jobs(self) -> JobRunner:
-        return JobRunner(self, self.metrics)  # type: ignore[arg-type]
+        return JobRunner(self, self.metrics, max_waiting=8)  # type: ignore[arg-type]
 
     async def generate(
         self,
@@ -234,6 +236,7 @@ class FakeConnection:
             self.started.set()
 
 
+@pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("prompt", ["A class", ["A class", "Lists", "Sets"]], ids=["one", "three"])
 def test_a_client_that_disconnects(
@@ -265,6 +268,7 @@ def test_a_client_that_disconnects(
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+@pytest.mark.usefixtures("slow_steps")
 def test_an_error_in_mid_stream_is_its_last_event(demo_engine: LLMEngine) -> None:
     async def main() -> None:
         async with AsyncLLMEngine(demo_engine) as engine:
@@ -300,15 +304,23 @@ def test_a_bug_in_mid_stream_is_its_last_event_too() -> None:
 
 
 def test_a_full_queue(demo_engine: LLMEngine) -> None:
+    runner = Runner(demo_engine, one_by_one=True)
+
     async def main() -> None:
         async with AsyncLLMEngine(demo_engine, max_waiting=2) as engine:
             app = make_app(engine, ServerConfig(served_model_name="tiny", max_waiting=2))
             connections = [FakeConnection({"prompt": "A class", "max_tokens": 4}) for _ in range(8)]
-            await asyncio.gather(*(connection.run(app, "/v1/completions") for connection in connections))
+            answers = asyncio.gather(*(connection.run(app, "/v1/completions") for connection in connections))
+            await until(lambda: 429 in {connection.status for connection in connections})
+            runner.free()
+            await answers
             assert {connection.status for connection in connections} == {200, 429}
             assert all(b"rate_limit_exceeded" in each.sent for each in connections if each.status == 429)
 
-    asyncio.run(main())
+    try:
+        play(main())
+    finally:
+        del vars(demo_engine.model_runner)["execute"]  # which is the runner; other tests have this engine as well
 
 
 @pytest.mark.parametrize("prefix_cache_per_key", [False, True])
@@ -329,3 +341,21 @@ def test_who_shares_cached_blocks(demo_engine: LLMEngine, serve: Any, prefix_cac
         assert num_found(client, "first", **salt) == 32
         assert num_found(client, "second", **salt) == (0 if prefix_cache_per_key else 32)
         assert num_found(client, "first", cache_salt=f"other {prefix_cache_per_key}") == 0
+
+
+def test_retry_after_follows_the_speed_of_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a queue of 100, at the speed of the last minute; between one second and one minute."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    ends = RecentEnds()
+    assert ends.retry_after(100) == 1  # nothing is known yet
+    for i in range(20):  # two each second
+        now = 1000.5 + i / 2
+        ends.add()
+    assert ends.retry_after(100) == 25
+    now += 30
+    assert ends.retry_after(100) == 60 and ends.retry_after(2) == 2
+    now += 31
+    for _ in range(300):  # five each second
+        ends.add()
+    assert ends.retry_after(100) == 10 and ends.retry_after(1) == 1

@@ -1,19 +1,20 @@
 // One streamed answer, as any client of the API would ask for it.
 
-// What is wanted has messages, for a chat, or a prompt. Calls onText with each piece of text. Resolves to {tokens,
-// firstTokenSeconds, seconds, finishReason}; rejects with the server's message.
-export async function complete({ model, messages, prompt, maxTokens, temperature }, headers, signal, onText) {
+// The body is that of a request, with messages for a chat, else with a prompt. Calls onDelta with each piece of a
+// message; the text of a completion comes as its content. Resolves to {tokens, firstTokenSeconds, seconds,
+// finishReason}; rejects with the server's message, and the field that the server names as param.
+export async function complete(body, headers, signal, onDelta) {
   const started = performance.now();
-  const response = await fetch(messages ? "v1/chat/completions" : "v1/completions", {
+  const response = await fetch(body.messages ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json", ...headers },
-    body: JSON.stringify({
-      model, messages, prompt, max_tokens: maxTokens, temperature,
-      stream: true, stream_options: { include_usage: true },
-    }),
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
     signal,
   });
-  if (!response.ok) throw new Error((await response.json()).error.message);
+  if (!response.ok) {
+    const { error } = await response.json();
+    throw Object.assign(new Error(error.message), { param: error.param });
+  }
   const result = { tokens: 0, firstTokenSeconds: null, finishReason: null };
   for await (const event of events(response.body)) {
     if (event.error) throw new Error(event.error.message);
@@ -22,7 +23,7 @@ export async function complete({ model, messages, prompt, maxTokens, temperature
       if (choice.delta?.role) continue; // a chat begins with whose answer it is, before there is a token
       result.firstTokenSeconds ??= (performance.now() - started) / 1000;
       result.finishReason = choice.finish_reason ?? result.finishReason;
-      onText(choice.text ?? choice.delta.content ?? "");
+      onDelta(choice.delta ?? { content: choice.text });
     }
   }
   return { ...result, seconds: (performance.now() - started) / 1000 };

@@ -110,6 +110,8 @@ function showFigures({ stats, time, latencies }, last) {
   set("num-states", number.format(stats.num_used_state_slots));
   set("num-state-slots", number.format(stats.num_state_slots));
   set("preemptions", stats.num_recomputes + stats.num_swaps);
+  $("disk").hidden = stats.num_written_blocks + stats.num_read_blocks === 0;
+  set("num-read", number.format(stats.num_read_blocks));
   if (stats.num_looked_up_tokens) set("hits", percent.format(stats.num_found_tokens / stats.num_looked_up_tokens));
   if (last === null) return;
   for (const [id, { count, seconds }] of Object.entries(latencies)) { // means since the last poll

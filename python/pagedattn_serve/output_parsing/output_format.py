@@ -1,0 +1,224 @@
+"""What an output may be and what it says, for one model: its form of calls and its form of thoughts together."""
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from pagedattn_serve.errors import ArgumentError, BadArgument
+from pagedattn_serve.output_parsing import gpt_oss
+from pagedattn_serve.output_parsing.deepseek import DeepSeekV3, DeepSeekV31
+from pagedattn_serve.output_parsing.events import Content
+from pagedattn_serve.output_parsing.hermes import Hermes
+from pagedattn_serve.output_parsing.llama3_json import Llama3Json
+from pagedattn_serve.output_parsing.mistral import Mistral, MistralList
+from pagedattn_serve.output_parsing.parser import OutputParser, Read
+from pagedattn_serve.output_parsing.pythonic import Pythonic
+from pagedattn_serve.output_parsing.qwen3_coder import Qwen3Coder
+from pagedattn_serve.output_parsing.source import Reader, Source
+from pagedattn_serve.output_parsing.thoughts import THOUGHT_FORMATS, ThoughtFormat, thoughts_of
+from pagedattn_serve.output_parsing.tool_format import Format, ToolFormat, ToolUse, new_call_id
+from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.structured_output import BOUNDED_SPACE, StructuredOutput
+
+AUTO, NONE, GPT_OSS = "auto", "none", "gpt_oss"
+BUDGET = "thinking_token_budget"  # vLLM's name of the field
+# A template is told by the first that knows it.
+TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    *(Hermes(), Qwen3Coder(), Mistral(), MistralList(), DeepSeekV31(), DeepSeekV3(), Pythonic(), Llama3Json()),
+)
+TOOL_PARSERS = (AUTO, NONE, *(each.name for each in TOOL_FORMATS), GPT_OSS)
+REASONING_PARSERS = (AUTO, NONE, *(each.name for each in THOUGHT_FORMATS), GPT_OSS)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One output, before it begins.
+
+    structured_output: what the output has to be held to, in place of the form that the request asks for.
+    read: reads its text. reads_special_tokens: whether the text has to have its special tokens.
+    """
+
+    structured_output: StructuredOutput | None
+    read: Read
+    reads_special_tokens: bool
+
+    def hold(self, params: SamplingParams) -> SamplingParams:
+        """The parameters for this output. Raises ValueError if they cannot hold it to a form."""
+        skips = params.skip_special_tokens and not self.reads_special_tokens
+        return replace(params, structured_output=self.structured_output, skip_special_tokens=skips)
+
+    def parser(self) -> OutputParser:
+        """A parser of one output; each of several outputs has its own."""
+        return OutputParser(self.read)
+
+
+class OutputFormat:
+    """The forms of a model's outputs. None: the model has no such form, or none that is known.
+
+    special_tokens: the texts of the tokens that outputs leave out unless they are asked for.
+    """
+
+    def __init__(
+        self, tools: ToolFormat | None, thoughts: ThoughtFormat | None, special_tokens: Collection[str] = ()
+    ) -> None:
+        self._tools = tools
+        self._thoughts = thoughts
+        self._reads_special_tokens = any(mark in special_tokens for mark in self._marks)
+
+    @property
+    def takes_tools(self) -> bool:
+        return self._tools is not None
+
+    def takes_budget(self, added_tokens: Collection[str]) -> bool:
+        """Whether the tokens of a thought can be bounded: its end has to be one of the tokenizer's added tokens."""
+        return self._thoughts is not None and self._thoughts.end in added_tokens
+
+    @property
+    def _marks(self) -> tuple[str, ...]:
+        """Tokens that the parser has to see."""
+        thoughts = () if self._thoughts is None else (self._thoughts.begin, self._thoughts.end)
+        return thoughts if self._tools is None else (*thoughts, *self._tools.marks)
+
+    def new_call_id(self) -> str:
+        return new_call_id() if self._tools is None else self._tools.new_call_id()
+
+    def turn(
+        self,
+        prompt: str,
+        use: ToolUse | None = None,
+        form: StructuredOutput | None = None,
+        continued: str = "",
+        max_thought_tokens: int | None = None,
+    ) -> Turn | None:
+        """What the output after a prompt is, or None if it is text and nothing else, held to the form if there is one.
+
+        prompt: the text of the prompt. use: the calls that the output may have; None if the request has no tools.
+        form: of the answer to the user, after a thought, and in place of calls unless these are required.
+        continued: the beginning of the answer, if the prompt has it already. max_thought_tokens: None for any number.
+
+        Raises ValueError if there are tools and no form of calls is known, a bound of thoughts and no form of thoughts,
+        or too long schemas.
+        """
+        if use is not None and not self.takes_tools:
+            raise ArgumentError("tools", "none, as the model's form of calls is not known (see --tool-call-parser)")
+        if self._thoughts is None and max_thought_tokens is not None:
+            raise ArgumentError(BUDGET, "none, as the model's form of thoughts is not known (see --reasoning-parser)")
+        if use is None and self._thoughts is None:
+            return None
+        is_open = False if self._thoughts is None else self._thoughts.is_open(prompt, continued)
+        is_bound = form is not None or max_thought_tokens is not None
+        if use is not None or (is_bound and is_open is not False):
+            answer = None if form is None else format_of(form)
+            form = _structural_tag(self._structure(use, answer, is_open, max_thought_tokens))
+        return Turn(form, partial(self._read, use, is_open), self._reads_special_tokens)
+
+    def _structure(
+        self, use: ToolUse | None, answer: Format | None, is_open: bool | None, max_thought_tokens: int | None
+    ) -> Format:
+        if use is not None:
+            assert self._tools is not None
+            answer = _with_calls(self._tools, use, answer)
+        answer = answer or {"type": "any_text"}
+        return answer if self._thoughts is None else self._thoughts.before(answer, is_open, max_thought_tokens)
+
+    def _read(self, use: ToolUse | None, is_open: bool | None, source: Source) -> Reader[None]:
+        if self._thoughts is not None:
+            yield from self._thoughts.read(source, is_open)
+        if use is not None and use.functions and self._tools is not None:
+            yield from self._tools.read(source, use)
+        else:
+            yield from source.read_rest(Content)
+
+
+class GptOss(OutputFormat):
+    """The form of gpt-oss, whose calls and thoughts are both messages in channels."""
+
+    takes_tools = True
+    _marks = gpt_oss.MARKS
+
+    def __init__(self, special_tokens: Collection[str] = ()) -> None:
+        super().__init__(None, None, special_tokens)
+
+    def turn(
+        self,
+        prompt: str,
+        use: ToolUse | None = None,
+        form: StructuredOutput | None = None,
+        continued: str = "",
+        max_thought_tokens: int | None = None,
+    ) -> Turn | None:
+        if max_thought_tokens is not None:
+            raise ArgumentError(BUDGET, "none, as thoughts of gpt_oss may be several (see reasoning_effort)")
+        if continued:
+            raise ArgumentError("continue_final_message", "False, as no message of gpt_oss can be continued")
+        if use is not None or form is not None:
+            form = _structural_tag(gpt_oss.structure(use, None if form is None else format_of(form)))
+        return Turn(form, gpt_oss.read, self._reads_special_tokens)
+
+
+def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
+    """Raises ValueError for names that are none, and for gpt_oss beside another."""
+    for argument, name, names in (
+        ("tool_call_parser", tool_parser, TOOL_PARSERS),
+        ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
+    ):
+        if name not in names:
+            raise ArgumentError(argument, f"one of {', '.join(names)}", repr(name))
+    others = {tool_parser, reasoning_parser} - {GPT_OSS, AUTO, NONE}
+    if others and GPT_OSS in (tool_parser, reasoning_parser):
+        raise ArgumentError("tool_call_parser", "gpt_oss for calls and thoughts, or for neither", others.pop())
+
+
+def output_format(
+    tool_parser: str, reasoning_parser: str, template: str, special_tokens: Collection[str] = ()
+) -> OutputFormat:
+    """The form of a model's outputs by the names of its parsers. template: its chat template, which "auto" looks at.
+    special_tokens: as of `OutputFormat`.
+
+    Raises ValueError as `check_parsers`."""
+    check_parsers(tool_parser, reasoning_parser)
+    names = {tool_parser, reasoning_parser}
+    if GPT_OSS in names or (AUTO in names <= {AUTO, NONE} and gpt_oss.is_of(template)):
+        return GptOss(special_tokens)
+    if tool_parser == AUTO:
+        tools = next((each for each in TOOL_FORMATS if each.is_of(template)), None)
+    else:
+        tools = next((each for each in TOOL_FORMATS if each.name == tool_parser), None)
+    if reasoning_parser == AUTO:
+        thoughts = thoughts_of(template)
+    else:
+        thoughts = next((each for each in THOUGHT_FORMATS if each.name == reasoning_parser), None)
+    return OutputFormat(tools, thoughts, special_tokens)
+
+
+def format_of(form: StructuredOutput) -> Format:
+    """A form of output as a part of a structural tag."""
+    if form.choices:
+        return {"type": "or", "elements": [{"type": "const_string", "value": each} for each in form.choices]}
+    if form.regex is not None:
+        return {"type": "regex", "pattern": form.regex}
+    if form.grammar is not None:
+        return {"type": "grammar", "grammar": form.grammar}
+    if form.structural_tag is not None:
+        assert isinstance(form.structural_tag, str)
+        tag: Any = json.loads(form.structural_tag)
+        return tag["format"] if isinstance(tag, dict) and isinstance(tag.get("format"), dict) else {"type": tag}
+    return {"type": "json_schema", "json_schema": json.loads(form.schema)}
+
+
+def _structural_tag(structure: Format) -> StructuredOutput:
+    tag = {"type": "structural_tag", "format": structure}
+    try:
+        return StructuredOutput(structural_tag=tag, whitespace_pattern=BOUNDED_SPACE)
+    except BadArgument as error:  # too long, or no JSON
+        raise error.renamed("structured_output") from None
+
+
+def _with_calls(tools: ToolFormat, use: ToolUse, answer: Format | None) -> Format:
+    if not use.functions:
+        return answer or tools.text()
+    if use.is_required:
+        return tools.calls(use)
+    return {"type": "or", "elements": [tools.calls(use), answer]} if answer else tools.text_or_calls(use)

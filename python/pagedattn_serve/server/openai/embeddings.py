@@ -1,0 +1,161 @@
+"""POST /v1/embeddings: texts or token ids in, vectors out; and what it shares with the scores of texts."""
+
+import asyncio
+from array import array
+from base64 import b64encode
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.responses import Response
+from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
+
+from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.pooling_params import PoolingParams
+from pagedattn_serve.server.http.errors import ApiError, JSONResponse
+from pagedattn_serve.server.openai.fields import Body, Texts, TokenIds
+from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, service_of, while_connected
+
+MAX_INPUTS = 2048  # OpenAI's
+AT_ONCE = 256  # inputs of one request that may wait for the engine at a time
+
+router = APIRouter()
+
+
+class PoolingBody(Body):
+    """What all requests share whose texts become embeddings."""
+
+    model: str | None = None
+    user: str | None = Field(None, description="without effect")
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+
+
+class EmbeddingRequest(PoolingBody):
+    input: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="float if not given")
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(None, description="all of the model's if not given")
+    add_special_tokens: bool | None = Field(None, description="true if not given")
+
+
+class EmbeddingUsage(TypedDict):
+    """Tokens, over all inputs."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(TypedDict):
+    """embedding: numbers; or with base64 their fp32 bits, little-endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(TypedDict):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+@router.post("/v1/embeddings", response_model=EmbeddingResponse)
+async def create_embeddings(
+    body: EmbeddingRequest, request: Request, service: Annotated[Service, Depends(service_of)]
+) -> Response:
+    """The embedding of each input."""
+    service.check_model(body.model)
+    if service.scores_pairs:
+        raise ApiError(400, "model: expected one that gives embeddings, got a reranker", param="model")
+    params = PoolingParams(dimensions=body.dimensions)
+    prompts = await _tokenize(body, service)
+    job, outputs = await embed("embd-", prompts, params, body, request, service)
+
+    def render() -> Response:
+        response: EmbeddingResponse = {
+            "object": "list",
+            "data": [_embedding(i, output, body.encoding_format) for i, output in enumerate(outputs)],
+            "model": job.model,
+            "usage": usage_of(job),
+        }
+        return JSONResponse(response)
+
+    return await asyncio.to_thread(render)  # a thousand vectors take a second
+
+
+def _embedding(index: int, output: RequestOutput, encoding_format: str | None) -> Embedding:
+    numbers = output.embedding
+    assert numbers is not None
+    embedding = b64encode(array("f", numbers)).decode() if encoding_format == "base64" else numbers
+    return {"object": "embedding", "index": index, "embedding": embedding}
+
+
+async def _tokenize(body: EmbeddingRequest, service: Service) -> list[PromptTokens]:
+    """The inputs, from any of the four forms."""
+    inputs: list[Any] = body.input if isinstance(body.input, list) else [body.input]
+    if inputs and isinstance(inputs[0], int):
+        inputs = [inputs]
+    check_number(len(inputs), "input")
+    if isinstance(inputs[0], str):
+        return await tokenize(inputs, service, "input", body.add_special_tokens is not False)
+    for token_ids in inputs:
+        for token_id in token_ids:
+            if not 0 <= token_id < service.vocab_size:
+                message = f"input: expected token ids in [0, {service.vocab_size - 1}], got {token_id}"
+                raise ApiError(400, message, param="input")
+    prompts = [PromptTokens(None, token_ids) for token_ids in inputs]
+    for prompt in prompts:
+        service.check_length(len(prompt.token_ids), "input")
+    return prompts
+
+
+async def tokenize(
+    texts: list[str], service: Service, param: str, add_special_tokens: bool = True
+) -> list[PromptTokens]:
+    """Texts of the field `param`, as prompts. Raises ApiError, which names the field."""
+    check_texts(texts, service, param)
+    prompts = list(map(PromptTokens, texts, await service.tokenize(texts, add_special_tokens, param)))
+    for prompt in prompts:
+        service.check_length(len(prompt.token_ids), param)
+    return prompts
+
+
+def check_texts(texts: list[str], service: Service, param: str) -> None:
+    """Raises ApiError for texts that would keep the tokenizer too long."""
+    check_number(len(texts), param)
+    for text in texts:
+        service.check_characters(text, param)
+
+
+def check_number(number: int, param: str) -> None:
+    """Raises ApiError for a number of inputs that is not served."""
+    if not 0 < number <= MAX_INPUTS:
+        raise ApiError(400, f"{param}: expected 1 to {MAX_INPUTS:,} inputs, got {number:,}", param=param)
+
+
+async def embed(
+    id_prefix: str,
+    prompts: list[PromptTokens],
+    params: PoolingParams,
+    body: PoolingBody,
+    request: Request,
+    service: Service,
+) -> tuple[Job, list[RequestOutput]]:
+    """A job with such an id, and the embedding of each prompt, for as long as the client is there. Raises ApiError."""
+    job = service.pooling_job(id_prefix, prompts, params, body.priority, body.cache_salt)
+
+    async def run() -> list[RequestOutput]:
+        size = min(AT_ONCE, service.config.max_waiting)
+        outputs: list[RequestOutput] = []
+        for begin in range(0, len(prompts), size):
+            part = replace(job, request_id=f"{job.request_id}-{begin}", prompts=prompts[begin : begin + size])
+            outputs += await service.jobs.outputs(part)
+        return outputs
+
+    return job, await while_connected(request.receive, run())
+
+
+def usage_of(job: Job) -> EmbeddingUsage:
+    return {"prompt_tokens": job.num_prompt_tokens, "total_tokens": job.num_prompt_tokens}

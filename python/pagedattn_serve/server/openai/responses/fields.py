@@ -1,0 +1,177 @@
+"""The fields of a request to `/v1/responses`, and the same request in the fields of a chat."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, WithJsonSchema
+
+from pagedattn_serve.server.openai.fields import (
+    MAX_BUDGET,
+    MAX_METADATA,
+    MAX_TOOLS,
+    Body,
+    ChatCompletionRequest,
+    FunctionName,
+    MetadataKey,
+    MetadataValue,
+    PromptCacheOptions,
+    ReasoningEffort,
+    ServiceTier,
+    StreamOptions,
+)
+from pagedattn_serve.server.openai.translation import chat_request, checked_json
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(checked_json)]
+# What an item may be `listed_items` and `chat_messages` check.
+InputItem = Annotated[
+    JsonObject,
+    WithJsonSchema(
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "type": {"const": "message"},
+                "role": {"enum": ["user", "assistant", "system", "developer"]},
+                "content": {"type": "string"},
+            },
+        }
+    ),
+]
+# The fields of a chat, by the names that they have here.
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = Field(None, description="without effect: the arguments of every function follow its schema")
+
+
+class NamedFunction(Body):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    json_schema: JsonObject | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
+
+
+class ReasoningOptions(Body):
+    effort: ReasoningEffort | None = Field(
+        None, description="given to the chat template; without effect where the template does not name it"
+    )
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="without effect: thoughts come whole"
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="without effect")
+
+
+class ResponseRequest(Body):
+    """What it says of sampling is as in chats."""
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
+    instructions: str | None = Field(None, description="a system message before all others; not kept")
+    previous_response_id: str | None = None
+    store: bool | None = Field(None, description="true if not given")
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="what fits if not given")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    background: bool | None = Field(None, description="true is refused")
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    # of OpenAI's, without effect
+    include: list[Literal["reasoning.encrypted_content"]] | None = Field(
+        None, description="without effect: thoughts come in the open"
+    )
+    max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(None, description="without effect: of built-in tools")
+    user: str | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
+    service_tier: ServiceTier | None = Field(None, description="without effect: the answer's is default")
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    # of vLLM's
+    seed: int | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    priority: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_BUDGET)] | None = None
+
+
+# Fields that a chat has under the same name.
+SAME = (
+    *("model", "parallel_tool_calls", "temperature", "top_p", "presence_penalty", "frequency_penalty", "service_tier"),
+    *("seed", "top_k", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
+)
+
+
+def as_chat(body: ResponseRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
+    """The request for the same output as a chat. messages: those of its items. Raises ApiError."""
+    system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    form = body.text.format if body.text is not None else None
+    fields = {name: getattr(body, name) for name in SAME} | {
+        "messages": [*system, *messages],
+        "max_tokens": body.max_output_tokens,
+        "tools": [_tool(tool) for tool in body.tools or []] or None,
+        "tool_choice": _tool_choice(body.tool_choice),
+        "response_format": None if form is None else _response_format(form),
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+    }
+    return chat_request(fields)
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": fields}
+
+
+def _tool_choice(choice: str | NamedFunction | AllowedTools | None) -> Any:
+    if isinstance(choice, NamedFunction):
+        return _named(choice)
+    if isinstance(choice, AllowedTools):
+        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
+
+
+def _named(tool: NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": tool.name}}
+
+
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.json_schema}}

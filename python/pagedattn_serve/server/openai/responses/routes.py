@@ -1,0 +1,147 @@
+"""POST /v1/responses: items of a conversation in, the next items out; GET and DELETE of those that are kept."""
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query, Request
+from starlette.responses import Response
+
+from pagedattn_serve.server.http.errors import ApiError, JSONResponse
+from pagedattn_serve.server.http.logs import current_request
+from pagedattn_serve.server.openai.answers import EVENT_STREAM
+from pagedattn_serve.server.openai.blocks import BlockAnswer, Fields
+from pagedattn_serve.server.openai.chat import chat_job
+from pagedattn_serve.server.openai.responses.events import ResponseWriter
+from pagedattn_serve.server.openai.responses.fields import NAMES, ResponseRequest, as_chat
+from pagedattn_serve.server.openai.responses.items import Item, chat_messages, listed_items
+from pagedattn_serve.server.openai.responses.objects import DeletedResponse, ItemList, ResponseObject, response_head
+from pagedattn_serve.server.openai.responses.store import ResponseStore, StoredResponse
+from pagedattn_serve.server.openai.service import Service, service_of
+from pagedattn_serve.server.openai.translation import renamed_errors
+
+router = APIRouter()
+
+
+async def store_of(request: Request) -> ResponseStore:
+    """A FastAPI dependency."""
+    store: ResponseStore = request.app.state.responses
+    return store
+
+
+@router.post("/v1/responses", response_model=ResponseObject, responses={200: EVENT_STREAM})
+async def create_response(
+    body: ResponseRequest,
+    request: Request,
+    service: Annotated[Service, Depends(service_of)],
+    store: Annotated[ResponseStore, Depends(store_of)],
+) -> Response:
+    """Say what the assistant says or calls next."""
+    service.check_model(body.model)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options: expected none without stream", param="stream_options")
+    if body.background:
+        message = "background: expected false, as responses are made while their client waits"
+        raise ApiError(400, message, param="background")
+    key_id = _key_id()
+    before: list[Item] = []
+    if body.previous_response_id is not None:
+        before = _stored(store, key_id, body.previous_response_id, "previous_response_id").conversation()
+    try:
+        given = listed_items(_resolved(body.input, store, key_id))
+        named = [("previous_response_id", item) for item in before]
+        named += [(f"input[{i}]", item) for i, item in enumerate(given)]
+        messages = chat_messages(named)
+    except (TypeError, ValueError) as error:
+        raise ApiError(400, str(error), param="input") from None
+    names = ["instructions"] * (body.instructions is not None) + [name for name, _ in messages]
+    with renamed_errors(NAMES, names):
+        job, turn = await chat_job(as_chat(body, [message for _, message in messages]), service, "resp_")
+    job = replace(job, form_field=job.form_field and NAMES.get(job.form_field, job.form_field))
+
+    def keep(response: Fields) -> None:
+        if response["store"]:
+            store.add(key_id, response, before, given)
+
+    writer = ResponseWriter(response_head(body, job), service.output_format)
+    return await BlockAnswer(job, turn, service, writer, keep).respond(request, body.stream is True)
+
+
+@router.get("/v1/responses/{response_id}", response_model=ResponseObject)
+async def get_response(
+    response_id: str, store: Annotated[ResponseStore, Depends(store_of)], stream: bool = False
+) -> Response:
+    """A response that is kept."""
+    if stream:
+        raise ApiError(400, "stream: expected false, as only the whole response is kept", param="stream")
+    stored = _stored(store, _key_id(), response_id, "response_id")
+    return Response(stored.response, media_type=JSONResponse.media_type)
+
+
+@router.delete("/v1/responses/{response_id}", response_model=DeletedResponse)
+async def delete_response(response_id: str, store: Annotated[ResponseStore, Depends(store_of)]) -> Response:
+    """Forget a response. Those that go on from it stay as they are."""
+    if not store.delete(_key_id(), response_id):
+        raise _not_found(response_id, "response_id")
+    deleted: DeletedResponse = {"id": response_id, "object": "response", "deleted": True}
+    return JSONResponse(deleted)
+
+
+@router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
+async def list_input_items(
+    response_id: str,
+    store: Annotated[ResponseStore, Depends(store_of)],
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+) -> Response:
+    """The input that a response was made for, without that of responses before it."""
+    items = _stored(store, _key_id(), response_id, "response_id").input_items()
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        places = [i for i, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise ApiError(400, f"after: expected the id of an input item, got {after!r}", param="after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    response: ItemList = {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }
+    return JSONResponse(response)
+
+
+def _key_id() -> str:
+    context = current_request.get()
+    return context.key_id if context else ""
+
+
+def _stored(store: ResponseStore, key_id: str, response_id: str, param: str) -> StoredResponse:
+    if (stored := store.get(key_id, response_id)) is None:
+        raise _not_found(response_id, param)
+    return stored
+
+
+def _not_found(response_id: str, param: str) -> ApiError:
+    message = f"{param}: expected the id of a response that is kept, got {response_id!r}"
+    return ApiError(404, message, param=param, code="response_not_found")
+
+
+def _resolved(given: str | list[Item], store: ResponseStore, key_id: str) -> str | list[Item]:
+    """The input with the items that it refers to. Raises ApiError."""
+    if isinstance(given, str):
+        return given
+    items = []
+    for i, item in enumerate(given):
+        if item.get("type") == "item_reference":
+            found = store.output_item(key_id, str(item.get("id")))
+            if found is None:
+                message = f"input[{i}].id: expected the id of an output item that is kept, got {item.get('id')!r}"
+                raise ApiError(404, message, param="input", code="item_not_found")
+            items.append(found)
+        else:
+            items.append(item)
+    return items

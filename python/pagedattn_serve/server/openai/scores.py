@@ -1,0 +1,147 @@
+"""POST /v1/rerank, as Jina and Cohere have it, and POST /v1/score, as vLLM has it: the cosine of embeddings, or what a
+reranker says of each pair."""
+
+import asyncio
+from typing import Annotated, Literal, NotRequired
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import Field
+from starlette.responses import Response
+from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
+
+from pagedattn_serve.outputs import RequestOutput, cosine
+from pagedattn_serve.pooling_params import PoolingParams
+from pagedattn_serve.server.http.errors import ApiError, JSONResponse
+from pagedattn_serve.server.openai.embeddings import (
+    EmbeddingUsage,
+    PoolingBody,
+    check_number,
+    check_texts,
+    embed,
+    tokenize,
+    usage_of,
+)
+from pagedattn_serve.server.openai.fields import Body, Texts
+from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, service_of
+
+router = APIRouter()
+
+
+class Document(Body):
+    text: str
+
+
+class RerankRequest(PoolingBody):
+    query: str
+    documents: Annotated[list[str | Document], Field(fail_fast=True)]
+    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="all documents if not given")
+    return_documents: bool | None = Field(None, description="true if not given")
+
+
+class ScoreRequest(PoolingBody):
+    text_1: str | Texts
+    text_2: str | Texts
+
+
+class RankedText(TypedDict):
+    text: str
+
+
+class RerankResult(TypedDict):
+    """index: of the document in the request."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[RankedText]
+
+
+class RerankResponse(TypedDict):
+    """results: the best first."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankResult]
+
+
+class Score(TypedDict):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreResponse(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+@router.post("/v1/rerank", response_model=RerankResponse)
+async def rerank(body: RerankRequest, request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
+    """Order documents by how well they fit a query."""
+    service.check_model(body.model)
+    texts = [each.text if isinstance(each, Document) else each for each in body.documents]
+    job, scores = await _score("rerank-", {"query": [body.query], "documents": texts}, body, request, service)
+    results = []
+    for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]:
+        result: RerankResult = {"index": index, "relevance_score": scores[index]}
+        if body.return_documents is not False:
+            result["document"] = {"text": texts[index]}
+        results.append(result)
+    response: RerankResponse = {"id": job.request_id, "model": job.model, "usage": usage_of(job), "results": results}
+    return JSONResponse(response)
+
+
+@router.post("/v1/score", response_model=ScoreResponse)
+async def score(body: ScoreRequest, request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
+    """How well texts fit each other: one and each of several, or pairs."""
+    service.check_model(body.model)
+    firsts, seconds = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
+    check_number(len(seconds), "text_2")
+    if len(firsts) not in (1, len(seconds)):
+        message = f"text_1: expected one text, or {len(seconds)} as in text_2, got {len(firsts)}"
+        raise ApiError(400, message, param="text_1")
+    job, scores = await _score("score-", {"text_1": firsts, "text_2": seconds}, body, request, service)
+    response: ScoreResponse = {
+        "id": job.request_id,
+        "object": "list",
+        "created": job.created,
+        "model": job.model,
+        "data": [{"index": i, "object": "score", "score": each} for i, each in enumerate(scores)],
+        "usage": usage_of(job),
+    }
+    return JSONResponse(response)
+
+
+async def _score(
+    id_prefix: str, texts: dict[str, list[str]], body: PoolingBody, request: Request, service: Service
+) -> tuple[Job, list[float]]:
+    """texts: of two fields, the first of which has one text or as many as the second. Returns a score for each of the
+    second. Raises ApiError."""
+    (first, firsts), (second, seconds) = texts.items()
+    times = len(seconds) // len(firsts)
+    if service.scores_pairs:
+        check_texts(firsts, service, first)
+        check_texts(seconds, service, second)
+        token_ids = await service.tokenize_pairs(firsts * times, seconds, second)
+        for each in token_ids:
+            service.check_length(len(each), second)
+        prompts = [PromptTokens(None, each) for each in token_ids]
+        job, outputs = await embed(id_prefix, prompts, PoolingParams(), body, request, service)
+        return job, [_embedding(output)[0] for output in outputs]
+    prompts = await tokenize(firsts, service, first) + await tokenize(seconds, service, second)
+    job, outputs = await embed(id_prefix, prompts, PoolingParams(), body, request, service)
+    of_firsts, of_seconds = outputs[: len(firsts)] * times, outputs[len(firsts) :]
+
+    def scores() -> list[float]:
+        return [cosine(_embedding(a), _embedding(b)) for a, b in zip(of_firsts, of_seconds, strict=True)]
+
+    return job, await asyncio.to_thread(scores)
+
+
+def _embedding(output: RequestOutput) -> list[float]:
+    assert output.embedding is not None
+    return output.embedding

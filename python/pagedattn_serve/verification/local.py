@@ -1,0 +1,74 @@
+"""`pagedattn verify MODEL`: the same requests under many conditions, compared bit by bit."""
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.engine_args import EngineArgs
+from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.outputs import EngineStats
+from pagedattn_serve.verification.conditions import ALONE, Condition, conditions_of, run_cases
+from pagedattn_serve.verification.trace import Origin, find_origin
+from pagedattn_serve.verification.workload import Difference, first_difference, make_cases
+
+COUNTS = (
+    "num_steps",
+    "num_found_tokens",
+    "num_recomputes",
+    "num_swaps",
+    "num_proposed_tokens",
+    "num_accepted_tokens",
+)
+
+
+class Verified(NamedTuple):
+    """How one condition went. happened: in words; "" if what the condition is for did not happen.
+
+    difference: the first, with where it arose, if that was found.
+    """
+
+    condition: Condition
+    num_requests: int
+    happened: str
+    difference: Difference | None = None
+    origin: Origin | None = None
+
+
+def verify(args: EngineArgs) -> Iterator[Verified]:
+    """Each condition as it is done; the first is the cases alone, which all others are compared with. Where the first
+    difference arose is looked for once.
+
+    Raises as `LLMEngine` does, and ValueError for a model that generates nothing or a request that could not go on.
+    """
+    engine = LLMEngine.from_engine_args(args)
+    if not engine.model_runner.model.head:
+        raise ArgumentError("model", "one that generates tokens", "one without a head")
+    cases = make_cases(engine.model_runner.model.vocab_size, engine.max_model_len)
+    expected = [answer for _, answer in run_cases(engine, cases, ALONE)]
+    yield Verified(ALONE, len(cases), ALONE.happened(engine.stats()))
+    is_found = False
+    for condition in conditions_of(engine, args, cases):
+        if condition.options is not None:
+            del engine
+            gc.collect()  # ranks end, and caches are free, before the next engine takes as much
+            engine = LLMEngine.from_engine_args(replace(args, **condition.options))
+        before = engine.stats()
+        answers = run_cases(engine, cases, condition)
+        happened = condition.happened(since(before, engine.stats()))
+        differences = (first_difference(cases[i], expected[i], answer) for i, answer in answers)
+        difference = next((each for each in differences if each is not None), None)
+        origin = None
+        if difference is not None and not is_found:
+            del engine
+            gc.collect()
+            origin = find_origin(args, cases, difference.case, condition)
+            is_found = origin is not None
+            engine = LLMEngine.from_engine_args(args)
+        yield Verified(condition, len(answers), happened, difference, origin)
+
+
+def since(before: EngineStats, stats: EngineStats) -> EngineStats:
+    """The counts of what came after `before`."""
+    return replace(stats, **{name: getattr(stats, name) - getattr(before, name) for name in COUNTS})

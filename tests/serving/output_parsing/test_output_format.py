@@ -1,0 +1,191 @@
+"""What an output is held to, by what it may be: whatever a model writes, its calls can be read."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from checkpoints import EOS
+from tool_functions import FUNCTIONS, TIME
+from tool_models import RandomWriter, make_tool_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from pagedattn_serve import StructuredOutput
+from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.output_parsing.events import ParsedOutput
+from pagedattn_serve.output_parsing.output_format import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    GptOss,
+    OutputFormat,
+    output_format,
+)
+from pagedattn_serve.output_parsing.parser import parse
+from pagedattn_serve.output_parsing.tool_format import Function, ToolUse
+from pagedattn_serve.sampling.grammar import GrammarCompiler
+
+pytest.importorskip("llguidance")
+NAMES = [name for name in TOOL_PARSERS if name not in ("auto", "none")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tool_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: PreTrainedTokenizerFast) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, len(tokenizer), frozenset([tokenizer.convert_tokens_to_ids(EOS)]))
+
+
+@pytest.fixture
+def write(tokenizer: PreTrainedTokenizerFast, compiler: GrammarCompiler) -> Any:
+    """write(format, use, ...) is a random output that the format's turn allows, what it says, and whether it ended."""
+    writer = RandomWriter(tokenizer, random.Random(1))
+
+    def write(output: OutputFormat, use: ToolUse | None, form: Any = None) -> tuple[str, ParsedOutput, bool]:
+        turn = output.turn("", use, form)
+        assert turn is not None and turn.structured_output is not None
+        text, has_end = writer.write(compiler.matcher(turn.structured_output).advance([]).deep_copy(), 200)
+        return text, parse(turn.parser(), text), has_end
+
+    return write
+
+
+def check_calls(output: ParsedOutput) -> None:
+    """Each call is one of a function there is, with the arguments that the function takes."""
+    types = {"city": str, "days": int, "kind": str, "is_near": bool}
+    for call in output.calls:
+        arguments = json.loads(call.arguments)
+        assert call.name in ("get_weather", "get_time")
+        assert ("city" in arguments) if call.name == "get_weather" else arguments == {}
+        assert all(type(value) is types[name] for name, value in arguments.items()), arguments
+        assert arguments.get("kind", "rain") in ("rain", "wind")
+
+
+@pytest.mark.parametrize("reasoning", ["none", "qwen3"])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_that_are_required(write: Any, name: str, reasoning: str) -> None:
+    output = output_format(name, "none" if name == "gpt_oss" else reasoning, "")
+    num_ended = 0
+    for _ in range(12):
+        _, parsed, has_end = write(output, ToolUse(FUNCTIONS, is_required=True))
+        if has_end:
+            num_ended += 1
+            assert parsed.calls and (not parsed.content or name == "gpt_oss")
+            check_calls(parsed)
+    assert num_ended or name in ("gpt_oss", "deepseek_v3")  # which have long tags
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_or_calls(write: Any, name: str) -> None:
+    output = output_format(name, "none", "")
+    num_calls = 0
+    for _ in range(12):
+        _, parsed, has_end = write(output, ToolUse(FUNCTIONS, is_parallel=False))
+        assert len(parsed.calls) <= 1
+        num_calls += len(parsed.calls)
+        if has_end:
+            check_calls(parsed)
+    assert num_calls or name not in ("hermes", "qwen3_coder", "mistral", "mistral_list")
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "gpt_oss"])
+def test_calls_that_are_forbidden(write: Any, name: str) -> None:
+    output = output_format(name, "none", "")
+    opening = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "gpt_oss": "to=functions"}[name]
+    for _ in range(6):
+        text, parsed, _ = write(output, ToolUse(()))
+        assert opening not in text and not parsed.calls
+
+
+@pytest.mark.parametrize("name", ["hermes", "gpt_oss"])
+def test_one_function(write: Any, name: str) -> None:
+    for _ in range(6):
+        _, parsed, _ = write(output_format(name, "none", ""), ToolUse((TIME,), is_required=True, is_parallel=False))
+        assert [call.name for call in parsed.calls] in ([], ["get_time"])
+
+
+@pytest.mark.parametrize(("name", "form", "is_right"), [
+    ("qwen3", {"choice": ["yes", "no"]}, {"yes", "no"}.__contains__),
+    ("deepseek_r1", {"json": {"type": "boolean"}}, {"true", "false"}.__contains__),
+    ("qwen3", {"regex": "[ab]{3}"}, lambda text: len(text) == 3),
+    ("mistral", {"grammar": 'start: "a" start | "b"'}, lambda text: text.strip("a") == "b"),
+    ("gpt_oss", {"json_object": True}, lambda text: isinstance(json.loads(text), dict)),
+])  # fmt: skip
+def test_a_form_after_a_thought(write: Any, name: str, form: dict[str, Any], is_right: Any) -> None:
+    num_thoughts = 0
+    for _ in range(8):
+        _, parsed, has_end = write(output_format("none", name, ""), None, StructuredOutput(**form))
+        num_thoughts += bool(parsed.reasoning)
+        assert not has_end or is_right(parsed.content.strip()), parsed
+    assert num_thoughts
+
+
+def test_a_form_or_calls(write: Any) -> None:
+    form = StructuredOutput(choice=["yes", "no"])
+    outputs = [write(output_format("hermes", "none", ""), ToolUse(FUNCTIONS), form) for _ in range(12)]
+    assert {parsed.content for _, parsed, has_end in outputs if has_end} <= {"", "yes", "no"}
+    assert any(parsed.calls for _, parsed, _ in outputs) and any(parsed.content for _, parsed, _ in outputs)
+
+
+def test_what_needs_no_turn() -> None:
+    """A request without tools on a model without thoughts is not looked at."""
+    assert output_format("hermes", "none", "").turn("", None, StructuredOutput(regex="a")) is None
+    turn = output_format("none", "qwen3", "").turn("<think>\n\n</think>\n", None, StructuredOutput(regex="a"))
+    assert turn is not None and turn.structured_output == StructuredOutput(regex="a")
+
+
+@pytest.mark.parametrize(("template", "tools", "thoughts"), [
+    ("{% if tools %}<tool_call> {name} {% endif %}{% if enable_thinking %}<think></think>", "Hermes", "qwen3"),
+    ("<tool_call>\n<function=example>", "Qwen3Coder", None),
+    ("<tool_call>{{ name }}\n<arg_key>", "NoneType", None),
+    ("[AVAILABLE_TOOLS] [TOOL_CALLS] [", "MistralList", None),
+    ("[TOOL_CALLS]{{ name }}[ARGS] [THINK]", "Mistral", "mistral"),
+    ("<｜Assistant｜><｜tool▁calls▁begin｜>```json {{ content.split('</think>')[-1] }}", "DeepSeekV3", "deepseek_r1"),
+    ("<｜tool▁calls▁begin｜> {% if thinking %}<think>{% else %}</think>{% endif %}", "DeepSeekV31", "qwen3"),
+    ('<|start_header_id|> {"name": function name, "parameters": ...} <|python_tag|>', "Llama3Json", None),
+    ("[func_name1(params_name1=params_value1)] <|start_header_id|>", "Pythonic", None),
+    ("{{ message.content }}", "NoneType", None),
+])  # fmt: skip
+def test_forms_told_from_a_template(template: str, tools: str, thoughts: str | None) -> None:
+    output = output_format("auto", "auto", template)
+    assert type(output._tools).__name__ == tools
+    assert getattr(output._thoughts, "name", None) == thoughts
+    assert type(output_format("none", "none", template)) is OutputFormat
+    assert not output_format("none", "none", template).takes_tools
+
+
+def test_channels_are_told_from_a_template() -> None:
+    assert isinstance(output_format("auto", "auto", "<|start|>assistant<|channel|>final"), GptOss)
+    assert isinstance(output_format("gpt_oss", "none", ""), GptOss)
+
+
+def test_names_that_are_none() -> None:
+    with pytest.raises(ArgumentError, match=r"^tool_call_parser: expected one of auto, none, hermes, .* got 'hermit'"):
+        output_format("hermit", "auto", "")
+    with pytest.raises(ArgumentError, match=r"^reasoning_parser: expected one of auto, none, qwen3, "):
+        output_format("auto", "hermes", "")
+    with pytest.raises(ArgumentError, match=r"^tool_call_parser: expected gpt_oss for calls and thoughts"):
+        output_format("hermes", "gpt_oss", "")
+    assert {"hermes", "gpt_oss"} < set(TOOL_PARSERS) and "gpt_oss" in REASONING_PARSERS
+
+
+def test_tools_without_a_form_of_calls() -> None:
+    with pytest.raises(ArgumentError, match=r"^tools: expected none, as the model's form of calls is not known"):
+        output_format("none", "qwen3", "").turn("", ToolUse(FUNCTIONS))
+
+
+def test_schemas_that_are_too_long() -> None:
+    long = Function("f", {"enum": ["a" * 100_000]})
+    with pytest.raises(ArgumentError, match=r"^structured_output: expected at most 100,000 characters, got 100,"):
+        output_format("hermes", "none", "").turn("", ToolUse((long,)))
+
+
+def test_a_schema_that_nothing_can_be_held_to(compiler: GrammarCompiler) -> None:
+    """The error says which function has it."""
+    bad = Function("paint", {"type": "object", "properties": {"a": {"type": "colour"}}})
+    turn = output_format("hermes", "none", "").turn("", ToolUse((TIME, bad)))
+    assert turn is not None and turn.structured_output is not None
+    with pytest.raises(ArgumentError, match=r'got format.tags\[1\].content \(after .*"paint".*: Invalid type: colour$'):
+        compiler.matcher(turn.structured_output)

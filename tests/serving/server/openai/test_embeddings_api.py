@@ -1,0 +1,158 @@
+"""/v1/embeddings, /v1/rerank and /v1/score: what they answer is what LLM.embed gives, in the forms of their clients."""
+
+import base64
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import MAX_LEN, TOKENIZER_SIZE, make_tokenizer
+from embedders import make_embedder, make_reranker, reference_scores
+
+from pagedattn_serve import LLM, PoolingParams
+from pagedattn_serve.engine import LLMEngine
+
+EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
+TEXTS = ["the cat", "the hat sat on the mat", "end", "the end"]
+
+
+@pytest.fixture(scope="module")
+def embedder_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without a head, by the mean of all tokens, with a tokenizer."""
+    directory = tmp_path_factory.mktemp("embedder")
+    make_embedder(directory, "qwen3", "mean_tokens", has_head=False, vocab_size=TOKENIZER_SIZE)
+    make_tokenizer(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def llm(embedder_path: str) -> LLM:
+    return LLM(embedder_path, num_blocks=40)
+
+
+@pytest.fixture(scope="module")
+def embedder(embedder_path: str, serve: Callable[..., AbstractContextManager[Any]]) -> Iterator[Any]:
+    with serve(LLMEngine(embedder_path, num_blocks=40)) as client:
+        yield client
+
+
+def vectors(llm: LLM, prompts: Any, **params: Any) -> list[list[float]]:
+    return [output.outputs.embedding for output in llm.embed(prompts, PoolingParams(**params), use_tqdm=False)]
+
+
+@pytest.mark.parametrize("form", ["text", "texts", "ids", "lists of ids"])
+def test_the_forms_of_an_input(embedder: Any, llm: LLM, form: str) -> None:
+    token_ids = [llm.llm_engine.tokenize(text) for text in TEXTS]
+    of_form: dict[str, Any] = {"text": TEXTS[1], "texts": TEXTS, "ids": token_ids[1], "lists of ids": token_ids}
+    number = len(TEXTS) if "s of" in form or form == "texts" else 1
+    answer = embedder.answer(EMBEDDINGS, input=of_form[form], user="me", encoding_format="float")
+    expected = vectors(llm, of_form[form])
+    assert answer["data"] == [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(expected)]
+    assert len(expected) == number
+    num_tokens = sum(map(len, token_ids)) if number > 1 else len(token_ids[1])
+    assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert (answer["object"], answer["model"]) == ("list", "tiny")
+
+
+def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
+    answer = embedder.answer(EMBEDDINGS, input=TEXTS, encoding_format="base64", dimensions=5)
+    found = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4").tolist() for each in answer["data"]]
+    assert found == vectors(llm, TEXTS, dimensions=5)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "message"),
+    [
+        (EMBEDDINGS, {}, "input", "input: expected a value, got none"),
+        (EMBEDDINGS, {"input": 5}, "input", r"input: expected a string or a list \(of strings, token ids or items"),
+        (EMBEDDINGS, {"input": []}, "input", "input: expected 1 to 2,048 inputs, got 0"),
+        (EMBEDDINGS, {"input": ["a"] * 2049}, "input", "input: expected 1 to 2,048 inputs, got 2,049"),
+        (EMBEDDINGS, {"input": [[5], []]}, "input", "input: expected one token at least, got none"),
+        (EMBEDDINGS, {"input": [5, 280]}, "input", r"input: expected token ids in \[0, 279\], got 280"),
+        (EMBEDDINGS, {"input": [[-1]]}, "input", r"input: expected token ids in \[0, 279\], got -1"),
+        (EMBEDDINGS, {"input": [5] * (MAX_LEN + 1)}, "input", r"maximum context length is 128 tokens\..* 129 tokens"),
+        (EMBEDDINGS, {"input": "a" * 10_000}, "input", f"maximum context length is {MAX_LEN} tokens"),
+        (EMBEDDINGS, {"input": "\ud800"}, "input", "input: expected text that UTF-8 can write"),
+        (EMBEDDINGS, {"input": "a", "dimensions": 0}, "dimensions", "dimensions: expected a number >= 1, got 0"),
+        (EMBEDDINGS, {"input": "a", "dimensions": 49}, "dimensions", r"expected an int in \[1, 48\], got 49"),
+        (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format: expected 'float'"),
+        (EMBEDDINGS, {"input": "a", "priority": 1}, "priority", "priority: expected 0, as the scheduling policy"),
+        (EMBEDDINGS, {"input": "a", "model": "another"}, "model", "model: expected tiny, got another"),
+        (EMBEDDINGS, {"input": "a", "stream": True}, "stream", "stream: expected none, as it is not supported"),
+        (RERANK, {"query": "a", "documents": []}, "documents", "documents: expected 1 to 2,048 inputs, got 0"),
+        (RERANK, {"query": "a", "documents": "b"}, "documents", "documents: expected a list of strings or of objects"),
+        (RERANK, {"query": "a", "documents": ["b", ""]}, "documents", "documents: expected one token at least"),
+        (RERANK, {"query": "", "documents": ["b"]}, "query", "query: expected one token at least"),
+        (RERANK, {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "top_n: expected a number >= 1, got 0"),
+        (SCORE, {"text_1": ["a", "b"], "text_2": "c"}, "text_1", "text_1: expected one text, or 1 as in text_2, got 2"),
+        (SCORE, {"text_1": [], "text_2": []}, "text_2", "text_2: expected 1 to 2,048 inputs, got 0"),
+        (SCORE, {"text_1": "a", "text_2": 5}, "text_2", "text_2: expected a string or a list of strings, got 5"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(embedder: Any, path: str, fields: dict[str, Any], param: str, message: str) -> None:
+    status, found, text = embedder.error(path, **fields)
+    assert (status, found) == (404 if param == "model" else 400, param), text
+    assert re.search(message, text), text
+
+
+def test_a_prompt_as_long_as_the_model_takes(embedder: Any, llm: LLM) -> None:
+    prompt = [5] * MAX_LEN
+    [found] = embedder.answer(EMBEDDINGS, input=prompt)["data"]
+    assert [found["embedding"]] == vectors(llm, [prompt])
+
+
+def test_a_model_without_a_head_generates_nothing(embedder: Any) -> None:
+    status, param, message = embedder.error("/v1/completions", prompt="the cat")
+    assert (status, param) == (400, "model")
+    assert message.startswith("model: expected one with a head (lm_head), to generate")
+
+
+def test_documents_in_the_order_of_their_scores(embedder: Any, llm: LLM) -> None:
+    scores = [each.outputs.score for each in llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)]
+    best = sorted(range(3), key=lambda i: -scores[i])
+    documents = [TEXTS[1], {"text": TEXTS[2]}, TEXTS[3]]
+    answer = embedder.answer(RERANK, query=TEXTS[0], documents=documents)
+    assert answer["results"] == [
+        {"index": i, "relevance_score": scores[i], "document": {"text": TEXTS[1 + i]}} for i in best
+    ]
+    num_tokens = sum(len(llm.llm_engine.tokenize(text)) for text in TEXTS)
+    assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    assert answer["id"].startswith("rerank-")
+    answer = embedder.answer(RERANK, query=TEXTS[0], documents=documents, top_n=2, return_documents=False)
+    assert answer["results"] == [{"index": i, "relevance_score": scores[i]} for i in best[:2]]
+
+
+def test_scores(embedder: Any, llm: LLM) -> None:
+    for first, second in [(TEXTS[0], TEXTS), (TEXTS, TEXTS[::-1]), (TEXTS[0], TEXTS[1])]:
+        answer = embedder.answer(SCORE, text_1=first, text_2=second)
+        expected = [each.outputs.score for each in llm.score(first, second, use_tqdm=False)]
+        assert answer["data"] == [{"index": i, "object": "score", "score": each} for i, each in enumerate(expected)]
+        assert (answer["object"], answer["model"]) == ("list", "tiny")
+
+
+def test_a_reranker(tmp_path: Path, serve: Callable[..., AbstractContextManager[Any]]) -> None:
+    make_reranker(tmp_path, "qwen3")
+    engine = LLMEngine(str(tmp_path), num_blocks=40)
+    scores = reference_scores(tmp_path, [TEXTS[0]] * 4, TEXTS).sigmoid().tolist()
+    with serve(engine) as client:
+        answer = client.answer(SCORE, text_1=TEXTS[0], text_2=TEXTS)
+        assert [each["score"] for each in answer["data"]] == pytest.approx(scores, abs=1e-5)
+        answer = client.answer(RERANK, query=TEXTS[0], documents=TEXTS)
+        best = sorted(range(4), key=lambda i: -scores[i])
+        assert [(each["index"], each["relevance_score"]) for each in answer["results"]] == [
+            (i, pytest.approx(scores[i], abs=1e-5)) for i in best
+        ]
+        assert client.error(EMBEDDINGS, input="a")[:2] == (400, "model")
+        status, param, message = client.error(RERANK, query="a" * 90, documents=["b" * 90])
+        assert (status, param) == (400, "documents") and "maximum context length" in message
+
+
+def test_embeddings_of_a_model_that_generates(demo: Any, demo_engine: LLMEngine) -> None:
+    """Beside a completion, whose answer they do not change."""
+    before = demo.answer("/v1/completions", prompt="A class", max_tokens=8, temperature=0)["choices"]
+    [found] = demo.answer(EMBEDDINGS, input="A class")["data"]
+    assert len(found["embedding"]) == 256
+    assert demo.answer("/v1/completions", prompt="A class", max_tokens=8, temperature=0)["choices"] == before

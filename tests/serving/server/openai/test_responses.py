@@ -1,0 +1,316 @@
+"""The Responses API: its objects and events as OpenAI's client knows them, the loop with tools, what is kept."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from checkpoints import BEGINNING, SPEECH
+from event_streams import read_events, response_of, without_ids
+from openai.types.responses import Response
+from pydantic import TypeAdapter
+
+from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.server.openai.responses.objects import ResponseObject
+from pagedattn_serve.server.openai.responses.store import ResponseStore
+
+PATH = "/v1/responses"
+SPEAK: dict[str, Any] = {"temperature": 0, "max_output_tokens": 100}
+SHORT: dict[str, Any] = {**SPEAK, "max_output_tokens": 5}
+# Any value of these is short.
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "is_near": {"type": "boolean"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "name": "get_weather", "description": "now", "parameters": SCHEMA, "strict": True}
+# Nothing is drawn that could be long: neither a thought, nor a text.
+CALL: dict[str, Any] = {
+    "tools": [TOOL],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "max_output_tokens": 200,
+    "seed": 3,
+}
+
+
+def respond(client: Any, stream: bool = False, **body: Any) -> dict[str, Any]:
+    """The response, or what its events add up to, which has to be the response that the last of them has."""
+    if not stream:
+        response = client.answer(PATH, **body)
+        TypeAdapter(ResponseObject).validate_python(response)
+        Response.model_validate(response)
+        return response
+    posted = client.post(PATH, stream=True, **body)
+    assert posted.status_code == 200 and posted.text.endswith("\n\ndata: [DONE]\n\n"), posted.text
+    return response_of(read_events(posted.text.removesuffix("data: [DONE]\n\n")))
+
+
+def text_of(response: dict[str, Any]) -> str:
+    [item] = response["output"]
+    assert (item["type"], item["role"]) == ("message", "assistant")
+    text: str = item["content"][0]["text"]
+    return text
+
+
+def num_tokens(client: Any, text: str) -> int:
+    count: int = client.answer("/tokenize", prompt=text, add_special_tokens=False)["count"]
+    return count
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text(client: Any, stream: bool) -> None:
+    response = respond(client, stream, input=BEGINNING, metadata={"a": "b"}, **SPEAK)
+    assert (text_of(response), response["status"]) == (SPEECH, "completed")
+    assert response["metadata"] == {"a": "b"} and response["completed_at"] >= response["created_at"]
+    usage = response["usage"]
+    assert usage["input_tokens"] == num_tokens(client, BEGINNING)
+    assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_is_cut(client: Any, stream: bool) -> None:
+    response = respond(client, stream, input=BEGINNING, **SHORT)
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert response["output"][0]["status"] == "incomplete" and SPEECH.startswith(text_of(response))
+
+
+def test_forms_of_input(client: Any) -> None:
+    """All say the same."""
+    parts = [{"type": "input_text", "text": BEGINNING}]
+    for given in (
+        [{"role": "user", "content": BEGINNING}],
+        [{"type": "message", "role": "developer", "content": parts}],
+        [{"role": "assistant", "content": [{"type": "output_text", "text": BEGINNING}]}],
+        [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, {"role": "user", "content": parts}],
+    ):
+        assert text_of(respond(client, input=given, **SPEAK)) == SPEECH
+    assert text_of(respond(client, input=BEGINNING[2:], instructions=BEGINNING[:2], **SPEAK)) == SPEECH
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_going_on(client: Any, stream: bool) -> None:
+    """The conversation goes on even when the response before has been deleted; its instructions are not kept."""
+    first = respond(client, input=BEGINNING[2:], instructions=BEGINNING[:2], **SPEAK)
+    second = respond(client, stream, input="And", previous_response_id=first["id"], **SHORT)
+    assert second["previous_response_id"] == first["id"]
+    assert client.http.delete(f"{PATH}/{first['id']}").json() == {
+        "id": first["id"],
+        "object": "response",
+        "deleted": True,
+    }
+    assert client.error(PATH, input="And", previous_response_id=first["id"])[:2] == (404, "previous_response_id")
+    third = respond(client, input="so", previous_response_id=second["id"], instructions="Talk.", **SHORT)
+    texts = "Talk.", BEGINNING[2:], SPEECH, "And", *(each["content"][0]["text"] for each in second["output"]), "so"
+    assert third["usage"]["input_tokens"] == num_tokens(client, "".join(texts))
+
+
+def test_what_is_kept(client: Any) -> None:
+    items = [{"role": "user", "content": each} for each in (BEGINNING, "b", "c")]
+    response = respond(client, input=items, **SHORT)
+    path = f"{PATH}/{response['id']}"
+    assert client.http.get(path).json() == response
+    assert client.error_of(client.http.get(f"{path}?stream=true"))[:2] == (400, "stream")
+    first = client.http.get(f"{path}/input_items?limit=2&order=asc").json()
+    assert [item["content"][0]["text"] for item in first["data"]] == [BEGINNING, "b"]
+    assert first["has_more"] and first["last_id"] == first["data"][-1]["id"]
+    rest = client.http.get(f"{path}/input_items?order=asc&after={first['last_id']}").json()
+    assert [item["content"][0]["text"] for item in rest["data"]] == ["c"] and not rest["has_more"]
+    assert client.http.get(f"{path}/input_items").json()["data"] == [*rest["data"], *reversed(first["data"])]
+    assert client.error_of(client.http.get(f"{path}/input_items?after=x"))[:2] == (400, "after")
+    reference = {"type": "item_reference", "id": response["output"][0]["id"]}
+    again = respond(client, input=[*items, reference], **SHORT)
+    text = "".join((BEGINNING, "b", "c", text_of(response)))
+    assert again["usage"]["input_tokens"] == num_tokens(client, text)
+
+
+def test_methods(client: Any) -> None:
+    """Catches a path that names the methods of one of its routes alone."""
+    response = client.http.put(f"{PATH}/x")
+    assert (response.status_code, response.headers["allow"]) == (405, "DELETE, GET")
+
+
+def test_what_is_not_kept(client: Any) -> None:
+    response = respond(client, input=BEGINNING, store=False, **SHORT)
+    assert response["store"] is False
+    for name in ("", "/input_items"):
+        assert client.error_of(client.http.get(f"{PATH}/{response['id']}{name}"))[0] == 404
+    assert client.error_of(client.http.delete(f"{PATH}/{response['id']}"))[0] == 404
+    reference = {"type": "item_reference", "id": response["output"][0]["id"]}
+    assert client.error(PATH, input=[reference])[:2] == (404, "input")
+
+
+def test_another_key_finds_nothing(speaker_path: str, serve: Callable[..., Any]) -> None:
+    engine = LLMEngine(speaker_path, num_blocks=64)
+    with serve(engine, api_keys=("one", "two"), chat_template="{{ messages }}") as client:
+        one, two = {"Authorization": "Bearer one"}, {"Authorization": "Bearer two"}
+        body = {"input": BEGINNING, "max_output_tokens": 1}
+        response = client.http.post(PATH, json=body, headers=one).json()
+        path = f"{PATH}/{response['id']}"
+        next_body = {**body, "previous_response_id": response["id"]}
+        assert client.http.get(path, headers=two).status_code == 404
+        assert client.http.delete(path, headers=two).status_code == 404
+        assert client.http.post(PATH, json=next_body, headers=two).status_code == 404
+        assert client.http.get(path, headers=one).json() == response
+        assert client.http.post(PATH, json=next_body, headers=one).status_code == 200
+
+
+def test_the_store_is_bounded() -> None:
+    """By bytes and by time; what goes takes the ids of its items along."""
+    time = 0.0
+    store = ResponseStore(1000, 10, lambda: time)
+
+    def add(name: str, size: int) -> None:
+        output = [{"id": f"item of {name}", "text": "x" * size}]
+        store.add("", {"id": name, "output": output}, [], [{"id": "input"}])
+
+    add("a", 100)
+    add("b", 100)
+    assert store.output_item("", "item of a") is not None and store.get("", "b") is not None
+    add("c", 200)
+    assert store.get("", "a") is None and store.output_item("", "item of a") is None
+    assert store.get("", "b") is not None and 0 < store.num_bytes <= 1000
+    add("d", 2000)
+    assert store.get("", "d") is None and store.get("", "c") is not None
+    time = 10.0
+    assert store.get("", "c") is None and store.num_bytes == 0
+    nothing = ResponseStore(0, 10)
+    nothing.add("", {"id": "a", "output": []}, [], [])
+    assert nothing.get("", "a") is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_loop_with_a_tool(tools: Any, stream: bool) -> None:
+    """A call, its result, and another call: by the conversation that is kept, and by the whole input."""
+    first = respond(tools, stream, input="Rain?", **CALL)
+    [call] = first["output"]
+    assert (call["type"], call["name"], call["status"]) == ("function_call", "get_weather", "completed")
+    assert json.loads(call["arguments"])["city"] in ("Paris", "Rome")
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    second = respond(tools, stream, input=[result], previous_response_id=first["id"], **CALL)
+    whole_input = [{"role": "user", "content": "Rain?"}, call, result]
+    other = respond(tools, stream, input=whole_input, **CALL)
+    assert second["usage"]["input_tokens"] == other["usage"]["input_tokens"]
+    assert other["usage"]["input_tokens_details"]["cached_tokens"] > 0
+    assert without_ids(second["output"]) == without_ids(other["output"])
+    assert [item["type"] for item in second["output"]] == ["function_call"]
+
+
+def test_what_a_coding_agent_asks(tools: Any) -> None:
+    """A body with all that such an agent sends, after a call."""
+    call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "get_weather"}
+    output = {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "rain"}]}
+    response = respond(
+        tools,
+        stream=True,
+        instructions="You are an agent.",
+        input=[
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
+            {"type": None, "role": "user", "content": "Rain?"},
+            {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}], "content": None},
+            {**call, "arguments": '{"city": "Rome"}', "status": "completed"},
+            output,
+        ],
+        reasoning={"effort": "medium", "summary": "auto"},
+        include=["reasoning.encrypted_content"],
+        prompt_cache_key="a",
+        text={"verbosity": "low"},
+        **CALL,
+    )
+    assert [item["type"] for item in response["output"]] == ["function_call"]
+    assert (response["reasoning"]["effort"], response["text"]["verbosity"]) == ("medium", "low")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_is_cut(tools: Any, stream: bool) -> None:
+    response = respond(tools, stream, input="Rain?", **{**CALL, "max_output_tokens": 45})
+    [call] = response["output"]
+    assert (call["type"], call["status"], response["status"]) == ("function_call", "incomplete", "incomplete")
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["arguments"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}, "city"),
+        (
+            {"tool_choice": {"type": "function", "name": "get_weather"}, "tools": [{**TOOL, "description": None}]},
+            "city",
+        ),
+    ],
+    ids=["text.format", "tool_choice"],
+)
+def test_forms(tools: Any, fields: dict[str, Any], expected: str) -> None:
+    body = {**CALL, "tools": None, "tool_choice": None, **fields}
+    response = respond(tools, input="Rain?", **body)
+    assert response["tools"] == (fields.get("tools") or [])  # with all that a tool may have
+    [item] = response["output"]
+    text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+    assert expected in json.loads(text)
+
+
+def test_a_thought(tools: Any) -> None:
+    """It is an item of its own, with tokens that are counted, and may come back as one."""
+    response = respond(tools, True, input="Rain?", **{**CALL, "chat_template_kwargs": None})
+    [thought, *rest] = response["output"]
+    assert thought["type"] == "reasoning" and thought["content"][0]["type"] == "reasoning_text"
+    assert 0 < response["usage"]["output_tokens_details"]["reasoning_tokens"] <= response["usage"]["output_tokens"]
+    again = [{"role": "user", "content": "Rain?"}, thought, *rest, {"role": "user", "content": "So?"}]
+    assert respond(tools, input=again, **CALL)["output"]
+
+
+def nested(**item: Any) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": "a"}, item]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": []}, "input", "input: expected a string or a list (of strings, token ids or items), one at least"),
+        ({"input": "a", "background": True}, "background", "background: "),
+        ({"input": "a", "background": 0}, "background", "background: "),
+        ({"input": "a", "top_logprobs": False}, "top_logprobs", "top_logprobs: "),
+        ({"input": "a", "truncation": "auto"}, "truncation", "truncation: "),
+        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "message.output_text.logprobs"),
+        ({"input": "a", "conversation": "conv_1"}, "conversation", "conversation: "),
+        ({"input": "a", "stream_options": {}}, "stream_options", "stream_options: "),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "web_search"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice", "tool_choice: "),
+        ({"input": "a", "max_output_tokens": 10**6}, "input", "maximum context length"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "text.format: "),
+        (nested(type={}, role="user", content="a"), "input", "input[1].type: "),
+        (nested(type="computer_call"), "input", "input[1].type: "),
+        (nested(role="user", content=[{"type": "input_image"}]), "input", "input[1].content[0].type: "),
+        (nested(role="user", content=5), "input", "input[1].content: "),
+        (nested(role=5, content="a"), "input", "input[1]: "),
+        (nested(type="function_call", name="f", arguments="{", call_id="c"), "input", "input[1]: "),
+        (nested(type="function_call", name="f", arguments="{}"), "input", "input[1].call_id: "),
+        (nested(type="function_call_output", call_id="c", output=None), "input", "input[1].output: "),
+        (nested(role="user", content="a", more=float("nan")), "input", "input: "),
+    ],
+    ids=str,
+)
+def test_what_is_refused(client: Any, fields: dict[str, Any], param: str, words: str) -> None:
+    status, blamed, message = client.error(PATH, **fields)
+    assert (status, blamed) == (400, param) and words in message, message
+
+
+def test_items_that_are_nested_too_deeply(client: Any) -> None:
+    """Catches a failure of the server where the parser takes what the writer does not."""
+    for depth in range(700, 1000, 10):
+        item = f'{{"role": "user", "content": "a", "x": {"[" * depth}{"]" * depth}}}'
+        content = f'{{"input": [{item}], "max_output_tokens": 1}}'
+        response = client.http.post(PATH, content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code in (200, 400), depth
+
+
+def test_a_schema_that_nothing_can_be_held_to(tools: Any) -> None:
+    """It shows when the engine takes the request, in a stream as well."""
+    form = {"type": "json_schema", "name": "a", "schema": {"type": 5}}
+    tool = {**TOOL, "parameters": {"type": 5}}
+    for stream in (False, True):
+        assert tools.error(PATH, input="a", text={"format": form}, stream=stream)[:2] == (400, "text.format")
+        assert tools.error(PATH, input="a", tools=[tool], stream=stream)[:2] == (400, "tools")
