@@ -6,6 +6,7 @@ Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--request
        python bench/serving.py server [--concurrency N ...] [--output-tokens N] [--quick] [--json F] [--plot F]
        python bench/serving.py engines [--workload many batch-16 ...] [--shape small|1B] [--format int8] [--json F]
        python bench/serving.py ranks [--workload many|one|...] [--shape small|1B] [--threads N] [--json F]
+       python bench/serving.py sanitizer [--sequences N ...] [--quick] [--json F] [--plot F]
        python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
        python bench/serving.py cost-model [--shape small|1B] [--format bfloat16] [--hardware F] [--quick] [--json F]
 
@@ -27,6 +28,8 @@ server (serve/http_server.py): `pagedattn serve` with N streams at once beside `
 engines (serve/engines.py): OpenVINO GenAI, llama.cpp and vLLM beside the engine, as far as they are installed.
 
 ranks (serve/ranks.py): one rank of N threads beside N ranks of one thread, and N stages of one thread.
+
+sanitizer (serve/sanitizer.py): a step of the demo model with PAGEDATTN_SANITIZE=1, and without.
 
 profile (serve/profile.py): the shares of a step that linear layers, attention, sampler and the rest have.
 
@@ -54,6 +57,7 @@ from serve.peers import System, compare, load_peers, print_comparison, run_in_tu
 from serve.profile import limits_of_profile, longest_of_profile, run_profile
 from serve.ranks import compare_ranks
 from serve.run import FORMATS, engine_options, plot_run, print_summary, summarize, warm_server
+from serve.sanitizer import measure_sanitizer
 from serve.workloads import SHAPES, WORKLOADS, Request, make_model, make_requests
 
 from pagedattn_serve import DEMO_MODEL, LLMEngine
@@ -157,6 +161,13 @@ def add_ranks_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(threads=2)
 
 
+def add_sanitizer_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sequences", type=at_least(1), nargs="+", default=[1, 16], metavar="N", help="running at "
+        "once, a table for each number (default: 1 16)")  # fmt: skip
+    add_run_options(parser, 9, "bars of the CPU time of a step", num_quick_rounds=3)
+    parser.set_defaults(format="bfloat16")
+
+
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
     add, positive = parser.add_argument, at_least(1)
     add("--model", metavar="DIR", help="a Hugging Face directory (default: a LLaMA with random weights, of --shape)")
@@ -188,6 +199,7 @@ def parse_args() -> argparse.Namespace:
     add_server_options(commands.add_parser("server", help="`pagedattn serve` beside LLM.generate"))
     add_engines_options(commands.add_parser("engines", help="other inference engines beside this one"))
     add_ranks_options(commands.add_parser("ranks", help="N ranks, or stages, of a thread beside a rank of N threads"))
+    add_sanitizer_options(commands.add_parser("sanitizer", help="what PAGEDATTN_SANITIZE=1 costs"))
     add_profile_options(commands.add_parser("profile", help="what a step spends its time on"))
     add_cost_model_options(commands.add_parser("cost-model", help="the step times that `pagedattn simulate` computes"))
     arguments = sys.argv[1:]
@@ -198,7 +210,7 @@ def parse_args() -> argparse.Namespace:
     args.rounds = args.rounds or args.default_rounds[args.quick]
     if args.command == "server":
         args.concurrency = args.concurrency or [8 if args.quick else 64]
-    if args.command in ("server", "engines", "ranks", "profile", "cost-model"):
+    if args.command in ("server", "engines", "ranks", "sanitizer", "profile", "cost-model"):
         return args
     args.requests = args.requests or args.default_requests[args.quick]
     if args.command == "report":
@@ -277,6 +289,8 @@ def main() -> None:
         return engines.compare_engines(args, facts)
     if args.command == "ranks":
         return compare_ranks(args, facts)
+    if args.command == "sanitizer":
+        return measure_sanitizer(args, facts)
     print(f"{args.model or f'LLaMA of shape {args.shape} with random weights'}, {args.format}")
     with tempfile.TemporaryDirectory() as made:
         if not args.model:

@@ -428,6 +428,16 @@ def test_llama_cpp_has_a_cache_that_requests_share(peer_modules, micro_model, tm
     assert params.flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
 
 
+def test_sanitizer(tmp_path):
+    """Three engines for each number of sequences; the sanitizer changes no token."""
+    path = tmp_path / "report.json"
+    result = run("sanitizer", "--sequences", "2", "--rounds", "1", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    [cpu_ms] = json.loads(path.read_text())["cpu_ms"].values()
+    assert len(cpu_ms) == result.stdout.count("100%") == 3
+    assert min(cpu_ms.values()) > 0
+
+
 def test_profile(tmp_path):
     """With more positions than other commands need, and with sequences that fill the cache up to its watermark."""
     path, plot = tmp_path / "report.json", tmp_path / "plot.png"

@@ -5,12 +5,12 @@ or by whole block tables. It watches the ops of this package, and checks what th
 kernels of its own calls `writing` and `check_read` around them. Nothing of the package imports this module.
 """
 
+from ._cache_error import CacheError as CacheError
 from ._ops import unwatch as unwatch
 from ._ops import watch as watch
 from ._ops import watching as watching
 from ._sanitizer import NO_BLOCK as NO_BLOCK
-from ._sanitizer import CacheError as CacheError
 from ._sanitizer import CacheSanitizer as CacheSanitizer
-from ._sanitizer import Row as Row
+from ._step import Row as Row
 
 __all__ = ["NO_BLOCK", "CacheError", "CacheSanitizer", "Row", "unwatch", "watch", "watching"]

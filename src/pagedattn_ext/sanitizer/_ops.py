@@ -6,7 +6,8 @@ round it: not this package, nor a compiled model, nor another package that calls
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -17,12 +18,13 @@ from torch.utils._pytree import tree_map_only
 from .. import _C
 from ..cpu_graph import run_at_replays
 from ..ops._call import NAMESPACE, raw_ops
+from ._access import ReadRows
 from ._sanitizer import CacheSanitizer
 
 IN_FRONT = torch._C.DispatchKey.BackendSelect  # which every call has, whatever its tensors
 SEEN_BY = ("query_start_loc", "sliding_window", "attention_chunk")  # what decides which tokens a row sees
 Arguments = dict[str, Any]
-Around = Callable[[CacheSanitizer, str, Arguments], AbstractContextManager[None]]
+Check = Callable[[CacheSanitizer, str, Arguments], Callable[[], None] | None]  # returns what to do after the op
 
 _lock = threading.Lock()
 _active: WeakSet[CacheSanitizer] = WeakSet()
@@ -46,9 +48,9 @@ def watch(sanitizer: CacheSanitizer) -> None:
         _active.add(sanitizer)
         if _library is None:
             _library = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
-            for name, (cache, around) in WATCHED.items():
+            for name, (cache, check) in WATCHED.items():
                 op = getattr(raw_ops, name).default
-                _library.impl(name, _kernel(name, op, cache, around), IN_FRONT.name, with_keyset=True)  # type: ignore[no-untyped-call]
+                _library.impl(name, _kernel(name, op, cache, check), IN_FRONT.name, with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 def unwatch(sanitizer: CacheSanitizer) -> None:
@@ -61,7 +63,7 @@ def unwatch(sanitizer: CacheSanitizer) -> None:
             _library = None
 
 
-def _kernel(name: str, op: Any, cache_argument: str, around: Around) -> Callable[..., Any]:
+def _kernel(name: str, op: Any, cache_argument: str, check: Check) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -69,95 +71,90 @@ def _kernel(name: str, op: Any, cache_argument: str, around: Around) -> Callable
         caches = arguments[cache_argument]
         first = caches[0] if isinstance(caches, list) and caches else caches
         found = [sanitizer for sanitizer in _active if isinstance(first, Tensor) and sanitizer.has(first)]
-        checks: AbstractContextManager[None] = nullcontext()
-        if found and _C.CpuGraph.is_capturing():
-            checks = _at_replays(around, found[0], name, arguments)
-        elif found:
-            checks = around(found[0], name, arguments)
-        with checks:
+        if not found:
             return op.redispatch(keys.remove(IN_FRONT), *args, **kwargs)
+        begin = _begin_at_replays if _C.CpuGraph.is_capturing() else _begin
+        end = begin(found[0], name, check, arguments)
+        results = op.redispatch(keys.remove(IN_FRONT), *args, **kwargs)
+        end()
+        return results
 
     return kernel
 
 
-@contextmanager
-def _at_replays(around: Around, sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Iterator[None]:
-    """Around a call that is captured: the checks run around the op in each replay, as long as the sanitizer watches."""
+def _begin(sanitizer: CacheSanitizer, name: str, check: Check, arguments: Arguments) -> Callable[[], None]:
+    return check(sanitizer, name, arguments) or _do_nothing
+
+
+def _begin_at_replays(sanitizer: CacheSanitizer, name: str, check: Check, arguments: Arguments) -> Callable[[], None]:
+    """For a call that is captured: the checks run around the op in each replay, as long as the sanitizer watches."""
     own = tree_map_only(Tensor, Tensor.detach, arguments)  # which nobody gives other memory
-    entered: list[AbstractContextManager[None]] = []
+    ends: list[Callable[[], None]] = []
 
-    def enter() -> None:
-        entered[:] = [around(sanitizer, name, own) if sanitizer in _active else nullcontext()]
-        entered[0].__enter__()
+    def begin() -> None:
+        ends[:] = [_begin(sanitizer, name, check, own) if sanitizer in _active else _do_nothing]
 
-    def leave() -> None:
-        entered[0].__exit__(None, None, None)
-
-    run_at_replays(enter)
-    yield
-    run_at_replays(leave)
+    run_at_replays(begin)
+    return lambda: run_at_replays(lambda: ends[0]())
 
 
-@contextmanager
-def _reads(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Iterator[None]:
+def _do_nothing() -> None:
+    pass
+
+
+def _reads(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> None:
     tables, lens = arguments["block_tables"], arguments["seq_lens"]
-    if tables.dim() == 2 and lens.shape == tables.shape[:1]:  # else the op says what is wrong
-        query = _query_of(arguments)
-        others = (query.shape[:-2].numel(), *(arguments.get(each) for each in SEEN_BY))
-
-        def seen() -> tuple[Tensor, Tensor]:
-            return _first_seen(arguments, lens.cpu().long()), torch.zeros(len(lens), dtype=torch.int64)
-
-        sanitizer.check_rows(_cache_of(arguments), tables, lens, others, seen, name)
-    yield
-
-
-@contextmanager
-def _writes(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Iterator[None]:
-    with sanitizer.writing(_cache_of(arguments), arguments["slot_mapping"], name):
-        yield
-
-
-@contextmanager
-def _gathers(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Iterator[None]:
-    sanitizer.check_read_slots(arguments["key_cache"], arguments["slot_mapping"], name)
-    yield
-
-
-@contextmanager
-def _appends(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Iterator[None]:
-    key_cache, tables, cached = arguments["key_cache"], arguments["block_tables"], arguments["cached_lens"]
-    if tables.dim() != 2 or cached.shape != tables.shape[:1] or not len(cached):
-        yield
+    if not _have_rows(arguments, tables, lens):
         return
-    tables, cached = tables.cpu().long(), cached.cpu().long()
-    counts = _counts(arguments["key"], arguments.get("key_start_loc"), len(cached))
-    lens = cached + counts
-    first = _first_seen(arguments, lens)
-    sanitizer.check_read(key_cache, tables, lens, first=first, num_new=counts, op=name)
-    rows = torch.repeat_interleave(counts)
-    positions = torch.arange(len(rows)) - (counts.cumsum(0) - counts - cached)[rows]
+
+    def rows() -> ReadRows:
+        ends: list[int] = lens.tolist()
+        return ReadRows(ends, _first_seen(arguments, ends), [0] * len(ends))
+
+    sanitizer.check_rows(_cache_of(arguments), (tables, lens, *_what_rows_see(arguments)), tables, rows, name)
+
+
+def _writes(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Callable[[], None]:
+    return sanitizer.begin_write(_cache_of(arguments), arguments["slot_mapping"], name)
+
+
+def _gathers(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> None:
+    sanitizer.check_read_slots(arguments["key_cache"], arguments["slot_mapping"], name)
+
+
+def _appends(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Callable[[], None] | None:
+    key_cache, tables, cached = arguments["key_cache"], arguments["block_tables"], arguments["cached_lens"]
+    if not _have_rows(arguments, tables, cached):
+        return None
+    begins: list[int] = cached.tolist()
+    counts = _counts(arguments["key"], arguments.get("key_start_loc"), len(begins))
+    ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
+
+    def rows() -> ReadRows:
+        return ReadRows(ends, _first_seen(arguments, ends), counts)
+
+    sanitizer.check_rows(key_cache, (tables, *ends, *_what_rows_see(arguments)), tables, rows, name)
     size = sanitizer.block_size
-    with sanitizer.writing(key_cache, tables[rows, positions // size] * size + positions % size, name):
-        yield
+    slots = [
+        table[i // size] * size + i % size
+        for table, begin, end in zip(tables.tolist(), begins, ends, strict=True)
+        for i in range(begin, end)
+    ]
+    return sanitizer.begin_write(key_cache, torch.tensor(slots, dtype=torch.int64), name)
 
 
-@contextmanager
-def _copies(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Iterator[None]:
+def _copies(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> None:
     for key_cache in arguments["key_caches"]:
         if sanitizer.has(key_cache):
             sanitizer.copied(key_cache, arguments["block_mapping"], name)
-    yield
 
 
-@contextmanager
-def _copies_in(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Iterator[None]:
+def _copies_in(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> None:
     source, target, pairs = arguments["src"], arguments["dst"], arguments["block_mapping"]
     if sanitizer.has(source):
         sanitizer.copied(target, pairs, name)
     else:
         sanitizer.copied_in(target, pairs[:, 1], name)
-    yield
 
 
 def _cache_of(arguments: Arguments) -> Tensor:
@@ -168,27 +165,43 @@ def _query_of(arguments: Arguments) -> Tensor:
     return arguments["q_nope"] if "q_nope" in arguments else arguments["query"]
 
 
-def _counts(tokens: Tensor, start_loc: Tensor | None, num_rows: int) -> Tensor:
+def _what_rows_see(arguments: Arguments) -> tuple[Tensor | int | None, ...]:
+    """What decides which tokens a row sees, beside its length."""
+    return _query_of(arguments).shape[:-2].numel(), *(arguments.get(name) for name in SEEN_BY)
+
+
+def _have_rows(arguments: Arguments, tables: Tensor, lens: Tensor) -> bool:
+    """Whether what is told of rows is of as many rows; else the op says what is wrong."""
+    for name in ("query_start_loc", "key_start_loc"):
+        start_loc = arguments.get(name)
+        if start_loc is not None and start_loc.shape != (len(tables) + 1,):
+            return False
+    return tables.dim() == 2 and lens.shape == tables.shape[:1]
+
+
+def _counts(tokens: Tensor, start_loc: Tensor | None, num_rows: int) -> list[int]:
     """How many tokens each row has: of a ragged batch, or equally many."""
     if start_loc is not None:
-        return start_loc.cpu().long().diff()
-    return torch.full((num_rows,), tokens.shape[:-2].numel() // max(num_rows, 1))
+        return [end - begin for begin, end in pairwise(start_loc.tolist())]
+    return [tokens.shape[:-2].numel() // max(num_rows, 1)] * num_rows
 
 
-def _first_seen(arguments: Arguments, lens: Tensor) -> Tensor:
+def _first_seen(arguments: Arguments, lens: list[int]) -> list[int]:
     """The first token that the first query of each row sees; a row without queries sees none."""
-    counts = _counts(_query_of(arguments), arguments.get("query_start_loc"), len(lens))
-    begin = (lens - counts).clamp(min=0)
-    first = torch.zeros_like(lens)
-    if (window := arguments.get("sliding_window")) is not None:
-        first = torch.maximum(first, begin - window + 1)
-    if chunk := arguments.get("attention_chunk", 0):
-        first = torch.maximum(first, begin // chunk * chunk)
-    return torch.where(counts > 0, first, lens)
+    window, chunk = arguments.get("sliding_window"), arguments.get("attention_chunk", 0)
+    first = []
+    for length, count in zip(
+        lens, _counts(_query_of(arguments), arguments.get("query_start_loc"), len(lens)), strict=True
+    ):
+        begin = max(length - count, 0)
+        by_window = 0 if window is None else begin - window + 1
+        by_chunk = begin // chunk * chunk if chunk else 0
+        first.append(max(by_window, by_chunk, 0) if count > 0 else length)
+    return first
 
 
-# By op: the argument by which the caches are known, and what is checked around a call.
-WATCHED: dict[str, tuple[str, Around]] = {
+# By op: the argument by which the caches are known, and what is checked at a call.
+WATCHED: dict[str, tuple[str, Check]] = {
     "paged_attention_v1": ("key_cache", _reads),
     "paged_attention_v2": ("key_cache", _reads),
     "paged_attention": ("key_cache", _reads),

@@ -1,55 +1,21 @@
 """Who owns each block, which slots are written, and whether an access fits that."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._access import Access, Told
+from ._access import Access, Part, ReadRows, Told, parts_of, slots_between
+from ._cache_error import CacheError
 from ._inference_mode import in_inference_mode
+from ._step import Row, Step
 from ._watched_cache import WatchedCache
 
 NO_BLOCK = -1  # in a drawn table: a block that was given back, such as one behind a window
-
-
-class CacheError(RuntimeError):
-    """An access that does not fit the block's owners, or what is written.
-
-    owner, block, slot, layer: None where they are unknown or there are several. slot: within the cache, block *
-    block_size + offset. op: what did it; "tables", "allocated" and so on, if what was told contradicts itself.
-    """
-
-    __module__ = str(__package__)  # where it is imported from
-
-    def __init__(
-        self,
-        op: str,
-        problem: str,
-        *,
-        owner: Hashable = None,
-        block: int | None = None,
-        slot: int | None = None,
-        layer: Hashable = None,
-    ) -> None:
-        where = {"layer": layer, "block": block, "slot": slot, "owner": owner}
-        told = ", ".join(f"{name} {value}" for name, value in where.items() if value is not None)
-        super().__init__(f"{op}: {problem} ({told})" if told else f"{op}: {problem}")
-        self.op, self.owner, self.block, self.slot, self.layer = op, owner, block, slot, layer
-        self._remake = partial(CacheError, op, problem, owner=owner, block=block, slot=slot, layer=layer)
-
-    def __reduce__(self) -> tuple[Callable[[], "CacheError"], tuple[()]]:
-        return self._remake, ()  # for pickle: engines run in processes of their own
-
-
-class Row(NamedTuple):
-    """What a step is to do for a sequence: num_new tokens come behind the num_cached tokens in the cache."""
-
-    owner: Hashable
-    num_cached: int
-    num_new: int
 
 
 class CacheSanitizer:
@@ -74,21 +40,20 @@ class CacheSanitizer:
         self._caches: list[WatchedCache] = []
         self._cache_at: dict[int, WatchedCache] = {}  # by the address of a key or a value cache
         self._owners: list[set[Hashable]] = [set() for _ in range(num_blocks)]
-        self._num_owners = torch.zeros(num_blocks, dtype=torch.int64)
         self._blocks_of: dict[Hashable, set[int]] = {}
         self._tables: dict[Hashable, list[list[int]]] = {}  # drawn
-        self._counts: list[int] = []  # that were checked last
         self._tells_renewals = False
         self._kept: Collection[int] = set()
         self._loose: set[int] = set()  # lost their last owner and are neither kept nor poisoned
         self._poisoned: set[int] = set()
-        self._written = torch.zeros((0, num_blocks, block_size), dtype=torch.bool)  # of each cache
-        self._seen = self._written.clone()  # those that an op has written; of others it may be unknown how many were
-        self._before: dict[int, Tensor] = {}  # what was written in a renewed block, which may still be copied from
+        # By block and by cache, a bit for each slot of the block: that is written; that an op has written. Of what came
+        # otherwise, such as a copy of a block, nobody knows how many slots were.
+        self._written: list[list[int]] = [[] for _ in range(num_blocks)]
+        self._seen: list[list[int]] = [[] for _ in range(num_blocks)]
+        self._whole: set[int] = set()  # of the blocks with all slots written in all caches, those that were met
+        self._before: dict[int, list[int]] = {}  # what was written in a renewed block, which may still be copied from
         self._prints: dict[int, Tensor] = {}  # of shared and kept blocks; -1 in caches where not all is written
-        self._rows: list[Row] = []
-        self._row_of_token = self._ends = torch.zeros(0, dtype=torch.int64)
-        self._expected: list[tuple[Tensor, Tensor]] = []  # of each group of layers: tables, slots of new tokens
+        self._step = Step([], [], block_size)
         self._accesses: list[Access] = []
 
     # ---- what there is ----------------------------------------------------------------------------------------------
@@ -105,8 +70,10 @@ class CacheSanitizer:
         cache = WatchedCache(number, key_cache, value_cache, layer, self.num_blocks, self.block_size)
         self._caches.append(cache)
         self._cache_at |= {tensor.data_ptr(): cache for tensor in cache.tensors}
-        nothing = self._written.new_zeros((1, self.num_blocks, self.block_size))
-        self._written, self._seen = torch.cat([self._written, nothing]), torch.cat([self._seen, nothing])
+        for slots in (*self._written, *self._seen):
+            slots.append(0)
+        self._whole.clear()
+        self._accesses = []
 
     def has(self, cache: Tensor) -> bool:
         """Whether this is a registered cache, or begins where one does."""
@@ -168,7 +135,7 @@ class CacheSanitizer:
     def loaded(self, blocks: Iterable[int]) -> None:
         """Something that is not watched has written all of these blocks, in all caches, such as a copy from disk."""
         for block in blocks:
-            self._written[:, block], self._seen[:, block] = True, False
+            self._set_written(block, [self._all_slots] * len(self._caches))
             self._poisoned.discard(block)
             self._prints.pop(block, None)
 
@@ -179,8 +146,9 @@ class CacheSanitizer:
         for table in self._tables.get(owner, ()):
             for i in range(num_tokens // self.block_size, len(table)):
                 if table[i] != NO_BLOCK and self._owners[table[i]] == {owner}:
-                    begin = max(0, num_tokens - i * self.block_size)
-                    self._written[:, table[i], begin:] = self._seen[:, table[i], begin:] = False
+                    kept = slots_between(0, num_tokens - i * self.block_size, self.block_size)
+                    seen = [slots & kept for slots in self._seen[table[i]]]
+                    self._set_written(table[i], [slots & kept for slots in self._written[table[i]]], seen)
 
     @in_inference_mode
     def draw(
@@ -199,7 +167,7 @@ class CacheSanitizer:
             prefixes to find: other blocks are poisoned when their last owner goes.
         """
         self._kept = set() if kept is None else kept
-        had_none = self._num_owners == 0
+        had = set() if self._tells_renewals else set().union(*self._blocks_of.values())
         touched: set[int] = set()
         changed = {owner: new for owner, new in tables.items() if self._tables.get(owner) != new}
         for owner in (*(self._blocks_of.keys() - tables.keys()), *changed):
@@ -220,31 +188,17 @@ class CacheSanitizer:
         self._tables |= {owner: [list(table) for table in new] for owner, new in changed.items()}
         self._check_counts(touched, counts)
         if not self._tells_renewals:
-            self._renew(block for block in touched if had_none[block] and block not in self._kept)
+            self._renew(block for block in touched if block not in had and block not in self._kept)
         self._update_prints(touched, "tables")
 
-    @in_inference_mode
     def expect(self, rows: Sequence[Row]) -> None:
         """What the next step is to do, in the order of the rows of its block tables and of its new tokens. Ops on as
         many rows or tokens are then held to these owners, to their lengths, and to the tables that were drawn.
         Without rows any owner may write to its blocks, and read what it has."""
-        self._rows, self._accesses, self._expected = list(rows), [], []
-        tables = [self._tables.get(row.owner) for row in rows]
-        cached, new = (torch.tensor([row[i] for row in rows], dtype=torch.int64) for i in (1, 2))
-        self._ends = cached + new
-        self._row_of_token = torch.repeat_interleave(new)
-        positions = torch.arange(len(self._row_of_token)) - (new.cumsum(0) - new - cached)[self._row_of_token]
-        for group in zip(*(table for table in tables if table is not None), strict=True):
-            if len(group) < len(rows):
-                return  # of some rows, nothing was drawn
-            for row, table in zip(rows, group, strict=True):
-                if -(-(row.num_cached + row.num_new) // self.block_size) > len(table):
-                    problem = f"{row.num_cached + row.num_new} tokens do not fit in {len(table)} blocks"
-                    raise CacheError("tables", problem, owner=row.owner)
-            width = max(map(len, group))
-            padded = torch.tensor([[*table, *[NO_BLOCK] * (width - len(table))] for table in group])
-            blocks = padded[self._row_of_token, positions // self.block_size]
-            self._expected.append((padded, blocks * self.block_size + positions % self.block_size))
+        self._accesses, self._step = [], Step([], [], self.block_size)
+        drawn = [self._tables.get(row.owner) for row in rows]
+        groups = [] if None in drawn else zip(*(tables for tables in drawn if tables is not None), strict=True)
+        self._step = Step(list(rows), list(groups), self.block_size)
 
     @in_inference_mode
     def poison(self) -> None:
@@ -255,7 +209,8 @@ class CacheSanitizer:
         if blocks:
             for cache in self._caches:
                 cache.poison(blocks)
-            self._written[:, torch.tensor(blocks)] = self._seen[:, torch.tensor(blocks)] = False
+            for block in blocks:
+                self._set_written(block, [0] * len(self._caches))
             self._poisoned |= set(blocks)
 
     @in_inference_mode
@@ -270,11 +225,18 @@ class CacheSanitizer:
     def writing(self, key_cache: Tensor, slots: Tensor, op: str = "write") -> Iterator[None]:
         """Around a kernel that writes a token to each of the slots, [num_tokens], in a registered layer. Negative slots
         are left out."""
-        before = self._begin_write(key_cache, slots, op)
+        end_write = self.begin_write(key_cache, slots, op)
         yield
-        self._end_write(key_cache, before, op)
+        end_write()
 
-    @in_inference_mode
+    def begin_write(self, key_cache: Tensor, slots: Tensor, op: str) -> Callable[[], None]:
+        """`writing`. What is returned is called once the kernel has run."""
+        cache = self._cache_at[key_cache.data_ptr()]
+        access = self._find_access((slots,)) or self._check_slots(slots, op, cache.layer)
+        size = self.block_size
+        shared = [s for s in access.shared if self._seen[s // size][cache.number] >> s % size & 1]
+        return partial(self._end_write, cache, access, shared, cache.tokens(shared), op)
+
     def check_read(
         self,
         key_cache: Tensor,
@@ -291,40 +253,34 @@ class CacheSanitizer:
         tokens, how many at the end the same op writes; default 0.
         """
 
-        def seen() -> Iterator[Tensor]:
-            nothing = torch.zeros_like(seq_lens)
-            yield from (nothing if given is None else given for given in (first, num_new))
+        def rows() -> ReadRows:
+            nothing = [0] * len(seq_lens)
+            others = (nothing if given is None else given.tolist() for given in (first, num_new))
+            return ReadRows(seq_lens.tolist(), *others)
 
-        self.check_rows(key_cache, block_tables, seq_lens, (first, num_new), seen, op)
+        self.check_rows(key_cache, (block_tables, seq_lens, first, num_new), block_tables, rows, op)
 
-    @in_inference_mode
     def check_rows(
         self,
         key_cache: Tensor,
+        told: Told,
         block_tables: Tensor,
-        seq_lens: Tensor,
-        others: Told,
-        seen: Callable[[], Iterable[Tensor]],
+        rows: Callable[[], ReadRows],
         op: str,
     ) -> None:
-        """`check_read`. `seen` makes first and num_new of `others`, if no other layer has come with the same."""
+        """`check_read`. `rows` is called if no other layer has come with what is told, of the call."""
         cache = self._cache_at[key_cache.data_ptr()]
-        told = (block_tables, seq_lens, *others)
         access = self._find_access(told)
         if access is None:
-            first, num_new = seen()
-            index = block_tables, seq_lens, first.clamp(min=0), num_new
-            tables, lens, first, num_new = (tensor.cpu().long() for tensor in index)
-            access = self._check_tables(told, tables, lens, first, num_new, op, cache.layer)
+            access = self._check_tables(told, block_tables, rows(), op, cache.layer)
         self._check_written(cache, access, op)
 
-    @in_inference_mode
     def check_read_slots(self, key_cache: Tensor, slots: Tensor, op: str = "read") -> None:
         """Before a kernel that reads the token of each of these slots, [num_tokens]. Negative slots are left out."""
         cache = self._cache_at[key_cache.data_ptr()]
-        slots = self._valid(slots.cpu().long(), op, cache.layer)
-        self._check_owned(slots, op, cache.layer, "is read")
-        self._check_written(cache, Access((), slots, slots.new_zeros(0), slots[:0]), op)
+        valid = self._valid(slots.flatten().tolist(), op, cache.layer)
+        self._check_owned(valid, op, cache.layer, "is read")
+        self._check_written(cache, Access((), parts_of(valid, self.block_size), []), op)
 
     @in_inference_mode
     def copied(self, key_cache: Tensor, pairs: Tensor, op: str = "copy") -> None:
@@ -337,9 +293,8 @@ class CacheSanitizer:
                 raise CacheError(op, "a block is read that is free", block=source, layer=cache.layer)
             if not self._owners[target]:
                 raise CacheError(op, "a block is written that is free", block=target, layer=cache.layer)
-            written = self._written[cache.number, source]
-            self._written[cache.number, target] = written if before is None else written | before[cache.number]
-            self._seen[cache.number, target] = False
+            written = self._written[source][cache.number] | (0 if before is None else before[cache.number])
+            self._set_written_in(cache, target, written)
 
     @in_inference_mode
     def copied_in(self, cache: Tensor, blocks: Tensor, op: str = "copy") -> None:
@@ -348,8 +303,7 @@ class CacheSanitizer:
         for block in self._known(blocks.tolist(), op):
             if not self._owners[block]:
                 raise CacheError(op, "a block is written that is free", block=block, layer=layer.layer)
-        self._written[layer.number, blocks.cpu().long()] = True
-        self._seen[layer.number, blocks.cpu().long()] = False
+            self._set_written_in(layer, block, self._all_slots)
 
     # ---- owners -----------------------------------------------------------------------------------------------------
 
@@ -370,13 +324,11 @@ class CacheSanitizer:
     def _add(self, owner: Hashable, block: int) -> None:
         self._owners[block].add(owner)
         self._blocks_of.setdefault(owner, set()).add(block)
-        self._num_owners[block] = len(self._owners[block])
         self._loose.discard(block)
         self._accesses = []
 
     def _drop(self, owner: Hashable, block: int) -> None:
         self._owners[block].discard(owner)
-        self._num_owners[block] = len(self._owners[block])
         self._blocks_of[owner].discard(block)
         if not self._blocks_of[owner]:
             del self._blocks_of[owner]
@@ -387,10 +339,8 @@ class CacheSanitizer:
     def _check_counts(self, touched: set[int], counts: Sequence[int] | None) -> None:
         """That blocks with several owners are meant to have them."""
         if counts is not None:
-            if not touched and counts == self._counts:  # most steps
-                return
-            self._counts = list(counts)
-            wrong = (self._num_owners > torch.tensor(counts)).nonzero().flatten().tolist()
+            held = {block for blocks in self._blocks_of.values() for block in blocks}
+            wrong = sorted(block for block in held if len(self._owners[block]) > counts[block])
             for block in wrong[:1]:
                 state = f"is counted {counts[block]} times" if counts[block] else "is free"
                 problem = f"a block {state} that is in the tables of {self._names(block)}"
@@ -406,10 +356,34 @@ class CacheSanitizer:
         blocks = list(blocks)
         self._verify_poison([block for block in blocks if block in self._poisoned], "renewed")
         for block in blocks:
-            self._before.setdefault(block, self._written[:, block].clone())
-            self._written[:, block] = self._seen[:, block] = False
+            self._before.setdefault(block, self._written[block])
+            self._set_written(block, [0] * len(self._caches))
             self._poisoned.discard(block)
             self._prints.pop(block, None)
+
+    # ---- what is written --------------------------------------------------------------------------------------------
+
+    @property
+    def _all_slots(self) -> int:
+        return (1 << self.block_size) - 1
+
+    def _set_written(self, block: int, slots: list[int], seen: list[int] | None = None) -> None:
+        """The slots of a block that are written, in each cache, and those that an op has written; default none."""
+        self._written[block], self._seen[block] = slots, [0] * len(slots) if seen is None else seen
+        self._whole.discard(block)
+        self._accesses = []
+
+    def _set_written_in(self, cache: WatchedCache, block: int, slots: int) -> None:
+        """`_set_written` in one cache."""
+        self._written[block][cache.number], self._seen[block][cache.number] = slots, 0
+        self._whole.discard(block)
+        self._accesses = []
+
+    def _is_whole(self, block: int) -> bool:
+        """Whether all slots are written, in all caches."""
+        if block not in self._whole and self._written[block].count(self._all_slots) == len(self._caches):
+            self._whole.add(block)
+        return block in self._whole
 
     # ---- what nobody may write to -----------------------------------------------------------------------------------
 
@@ -443,7 +417,7 @@ class CacheSanitizer:
         """A number of what each block holds in each cache, [len(blocks), num_caches]; -1 if not all is written."""
         prints = torch.full((len(blocks), len(self._caches)), -1)
         for cache in self._caches if blocks else ():
-            is_full = self._seen[cache.number, blocks].all(1)
+            is_full = torch.tensor([self._seen[block][cache.number] == self._all_slots for block in blocks])
             prints[:, cache.number] = torch.where(is_full, cache.fingerprints(blocks), -1)
         return prints
 
@@ -456,121 +430,84 @@ class CacheSanitizer:
         self._accesses = [access.with_copies(), *self._accesses[:15]]
         return access
 
-    def _valid(self, slots: Tensor, op: str, layer: Hashable) -> Tensor:
-        slots = slots.flatten()
-        slots = slots[slots >= 0]
-        outside = slots[slots >= self.num_blocks * self.block_size]
-        if len(outside):
-            problem = f"expected slots from 0 to {self.num_blocks * self.block_size - 1}"
-            raise CacheError(op, problem, slot=int(outside[0]), layer=layer)
-        return slots
+    def _valid(self, slots: list[int], op: str, layer: Hashable) -> list[int]:
+        end = self.num_blocks * self.block_size
+        for slot in slots:
+            if slot >= end:
+                raise CacheError(op, f"expected slots from 0 to {end - 1}", slot=slot, layer=layer)
+        return [slot for slot in slots if slot >= 0]
 
-    def _check_owned(self, slots: Tensor, op: str, layer: Hashable, is_accessed: str) -> None:
-        free = slots[self._num_owners[slots // self.block_size] == 0]
-        if len(free):
-            block = int(free[0]) // self.block_size
-            state = "free, and kept for what it holds" if block in self._kept else "free"
-            problem = f"a block {is_accessed} that is {state}"
-            raise CacheError(op, problem, block=block, slot=int(free[0]), layer=layer)
+    def _check_owned(self, slots: list[int], op: str, layer: Hashable, is_accessed: str) -> None:
+        for slot in slots:
+            block = slot // self.block_size
+            if not self._owners[block]:
+                state = "free, and kept for what it holds" if block in self._kept else "free"
+                raise CacheError(op, f"a block {is_accessed} that is {state}", block=block, slot=slot, layer=layer)
 
-    @in_inference_mode
-    def _begin_write(self, key_cache: Tensor, slots: Tensor, op: str) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """The slots; and those of them whose tokens others read as well, and what they hold."""
-        cache = self._cache_at[key_cache.data_ptr()]
-        slots = slots.cpu().long().flatten()
-        access = self._find_access((slots,)) or self._check_slots(slots, op, cache.layer)
-        shared = access.shared
-        if len(shared):
-            shared = shared[self._seen[cache.number].view(-1)[shared]]
-        return access.slots, shared, cache.tokens(shared)
+    def _end_write(self, cache: WatchedCache, access: Access, shared: list[int], before: list[Tensor], op: str) -> None:
+        """shared: those of the slots whose tokens others read as well. before: what they held."""
+        if shared:
+            self._check_unchanged(cache, shared, before, op)
+        for block, slots, _ in access.parts:
+            self._written[block][cache.number] |= slots
+            self._seen[block][cache.number] |= slots
 
-    @in_inference_mode
-    def _end_write(self, key_cache: Tensor, begun: tuple[Tensor, Tensor, list[Tensor]], op: str) -> None:
-        slots, shared, before = begun
-        cache = self._cache_at[key_cache.data_ptr()]
+    def _check_unchanged(self, cache: WatchedCache, shared: list[int], before: list[Tensor], op: str) -> None:
         for old, new in zip(before, cache.tokens(shared), strict=True):
             is_same = (old == new).flatten(1).all(1).tolist()
             if not all(is_same):
-                slot = int(shared[is_same.index(False)])
+                slot = shared[is_same.index(False)]
                 block = slot // self.block_size
                 problem = f"a token was overwritten that belongs to {self._names(block)}"
                 raise CacheError(op, problem, block=block, slot=slot, layer=cache.layer)
-        self._written[cache.number].view(-1)[slots] = True
-        self._seen[cache.number].view(-1)[slots] = True
 
     def _check_slots(self, told: Tensor, op: str, layer: Hashable) -> Access:
-        slots = self._valid(told, op, layer)
-        if self._expected and len(told) == len(self._row_of_token):
-            wrong = min((told != expected for _, expected in self._expected), key=lambda differs: int(differs.sum()))
-            for token in wrong.nonzero().flatten().tolist()[:1]:
-                slot = int(told[token])
-                expected = " or ".join(str(int(of_group[token])) for _, of_group in self._expected)
-                raise CacheError(
-                    op,
-                    f"token {token} of the step goes to a slot that is not its own, which is {expected}",
-                    owner=self._rows[int(self._row_of_token[token])].owner,
-                    block=slot // self.block_size if slot >= 0 else None,
-                    slot=slot,
-                    layer=layer,
-                )
-        in_order = slots.sort().values
-        twice = in_order[1:][in_order[1:] == in_order[:-1]]
-        if len(twice):
-            block = int(twice[0]) // self.block_size
+        of_tokens: list[int] = told.flatten().tolist()
+        slots = self._valid(of_tokens, op, layer)
+        if len(of_tokens) == self._step.num_tokens:
+            self._step.check_slots(of_tokens, op, layer)
+        if len(set(slots)) < len(slots):
+            twice = min(slot for slot, count in Counter(slots).items() if count > 1)
+            block = twice // self.block_size
             problem = f"two tokens go to one slot, in the block of {self._names(block) or 'nobody'}"
-            raise CacheError(op, problem, block=block, slot=int(twice[0]), layer=layer)
+            raise CacheError(op, problem, block=block, slot=twice, layer=layer)
         self._check_owned(slots, op, layer, "is written")
-        shared = slots[self._num_owners[slots // self.block_size] > 1]
-        return self._remember(Access((told,), slots, slots.new_zeros(0), shared))
+        shared = [slot for slot in slots if len(self._owners[slot // self.block_size]) > 1]
+        return self._remember(Access((told,), parts_of(slots, self.block_size), shared))
 
-    def _check_tables(
-        self,
-        told: Told,
-        tables: Tensor,
-        lens: Tensor,
-        first: Tensor,
-        num_new: Tensor,
-        op: str,
-        layer: Hashable,
-    ) -> Access:
-        rows = self._rows if len(lens) == len(self._rows) else []
-        if rows and not torch.equal(lens, self._ends):
-            row = int((lens != self._ends).nonzero()[0])
-            problem = f"row {row} has a length of {int(lens[row])}, expected {int(self._ends[row])}"
-            raise CacheError(op, problem, owner=rows[row].owner, layer=layer)
-        num_blocks = -(-lens // self.block_size)
-        too_long = (num_blocks > tables.shape[1]).nonzero()
-        if len(too_long):
-            row = int(too_long[0])
-            problem = f"row {row} has {int(lens[row])} tokens, too many for a table of {tables.shape[1]} blocks"
-            raise CacheError(op, problem, owner=rows[row].owner if rows else None, layer=layer)
-        width = int(num_blocks.max()) if len(lens) else 0
-        tables, columns = tables[:, :width], torch.arange(width)
-        is_read = (columns >= (first // self.block_size)[:, None]) & (columns < num_blocks[:, None])
-        is_read &= (first < lens)[:, None]
-        expected = [of_group[:, :width] for of_group, _ in self._expected] if rows else []
-        wrong = min(
-            (is_read & (tables != of_group) for of_group in expected),
-            key=lambda differs: int(differs.sum()),
-            default=is_read & ((tables < 0) | (tables >= self.num_blocks)),
-        )
-        for row, column in wrong.nonzero().tolist()[:1]:
-            problem = f"row {row} has another block at place {column} than "
-            problem += "its owner" if expected else "the cache can have"
-            raise CacheError(
-                op, problem, owner=rows[row].owner if rows else None, block=int(tables[row, column]), layer=layer
-            )
-        positions = torch.arange(width * self.block_size)
-        sees = (positions >= first[:, None]) & (positions < lens[:, None])
-        slots = (tables[:, :, None] * self.block_size + torch.arange(self.block_size)).flatten(1)
-        self._check_owned(slots[sees], op, layer, "is read")
-        if not expected:
-            for row, (of_row, read) in enumerate(zip(tables.tolist(), is_read.tolist(), strict=True)):
-                self._check_common_owner(
-                    row, [block for block, is_ in zip(of_row, read, strict=True) if is_], op, layer
-                )
-        is_old = sees & (positions < (lens - num_new)[:, None])
-        return self._remember(Access(told, slots[is_old], is_old.nonzero()[:, 0], slots[:0, 0]))
+    def _check_tables(self, told: Told, block_tables: Tensor, rows: ReadRows, op: str, layer: Hashable) -> Access:
+        lens, first, num_new = rows
+        step = self._step if len(lens) == len(self._step.rows) else Step([], [], self.block_size)
+        owners = [row.owner for row in step.rows] or [None] * len(lens)
+        if step.rows:
+            step.check_lens(lens, op, layer)
+        for row, length in enumerate(lens):
+            if -(-length // self.block_size) > block_tables.shape[1]:
+                problem = f"row {row} has {length} tokens, too many for a table of {block_tables.shape[1]} blocks"
+                raise CacheError(op, problem, owner=owners[row], layer=layer)
+        tables: list[list[int]] = block_tables[:, : -(-max(lens, default=0) // self.block_size)].tolist()
+        read = [
+            range(max(begin, 0) // self.block_size, -(-end // self.block_size) if begin < end else 0)
+            for begin, end in zip(first, lens, strict=True)
+        ]
+        if step.tables:
+            step.check_tables(tables, read, op, layer)
+        parts = []
+        for row, (table, columns) in enumerate(zip(tables, read, strict=True)):
+            for column in columns:
+                block, start = table[column], column * self.block_size
+                if not 0 <= block < self.num_blocks:
+                    problem = f"row {row} has another block at place {column} than the cache can have"
+                    raise CacheError(op, problem, owner=owners[row], block=block, layer=layer)
+                if not self._owners[block]:
+                    self._check_owned([block * self.block_size + max(first[row] - start, 0)], op, layer, "is read")
+                if not self._is_whole(block):
+                    end = lens[row] - num_new[row]
+                    old = slots_between(first[row] - start, end - start, self.block_size)
+                    parts.append(Part(block, old, owners[row] if step.tables else None))
+            if not step.tables:
+                self._check_common_owner(row, table[columns.start : columns.stop], op, layer)
+        return self._remember(Access(told, parts, []))
 
     def _check_common_owner(self, row: int, blocks: list[int], op: str, layer: Hashable) -> None:
         """A table without a name is somebody's: all of its blocks are, and each of them once."""
@@ -588,12 +525,10 @@ class CacheSanitizer:
             owners = common
 
     def _check_written(self, cache: WatchedCache, access: Access, op: str) -> None:
-        is_written = self._written[cache.number].view(-1)[access.slots]
-        if not is_written.all():
-            i = int((~is_written).nonzero()[0])
-            slot = int(access.slots[i])
-            owner = self._only_owner(slot // self.block_size)
-            if len(access.rows) and self._expected:
-                owner = self._rows[int(access.rows[i])].owner
-            problem = "a slot is read that was never written"
-            raise CacheError(op, problem, owner=owner, block=slot // self.block_size, slot=slot, layer=cache.layer)
+        for block, slots, owner in access.parts:
+            missing = slots & ~self._written[block][cache.number]
+            if missing:
+                slot = block * self.block_size + (missing & -missing).bit_length() - 1
+                owner = self._only_owner(block) if owner is None else owner
+                problem = "a slot is read that was never written"
+                raise CacheError(op, problem, owner=owner, block=block, slot=slot, layer=cache.layer)

@@ -72,11 +72,12 @@ class WatchedCache:
             total = total * 31 + (held * (2 * places + 1)).sum(1).cpu()
         return total & (1 << 62) - 1
 
-    def tokens(self, slots: Tensor) -> list[Tensor]:
-        """Copies of what the slots hold, bytes [len(slots), ...] of each part. slots: int64, on the CPU."""
-        if not len(slots):
+    def tokens(self, slots: list[int]) -> list[Tensor]:
+        """Copies of what the slots hold, bytes [len(slots), ...] of each part."""
+        if not slots:
             return []
-        blocks, offsets = slots // self._block_size, slots % self._block_size
+        of_slots = torch.tensor(slots)
+        blocks, offsets = of_slots // self._block_size, of_slots % self._block_size
         return [_bytes_of(part[blocks, offsets].contiguous()) for part in self._by_slot]
 
 
