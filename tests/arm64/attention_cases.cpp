@@ -16,7 +16,8 @@ struct Shape {
   const char* name;
   int64_t num_heads, num_kv_heads, head_size, block_size;
   std::vector<int32_t> seq_lens, num_rows;
-  bool extras;  // a window, softcap, ALiBi and sinks
+  bool extras;                 // a window, softcap, ALiBi and sinks
+  bool largest_codes = false;  // of keys and of values, of one sign in a token's key
 };
 
 struct Cache {
@@ -130,6 +131,15 @@ void attention(Judge& judge, const Shape& shape, DType dtype, DType cache_dtype,
   Tensor query(dtype, p.num_tokens * p.query_stride, 1.0), out(dtype, p.num_tokens * p.out_stride);
   Cache cache{Tensor(cache_dtype, num_blocks * p.key_strides.block, 1.0),
               Tensor(cache_dtype, num_blocks * p.value_strides.block, 1.0), 16 / element_size(cache_dtype)};
+  if (shape.largest_codes) {
+    for (int64_t i = 0; i < query.size; ++i) query.set(i, 0x1p-6);
+    for (int64_t i = 0; i < cache.keys.size; ++i) {
+      cache.keys.data<int8_t>()[i] = i / cache.x % p.block_size % 3 == 0 ? -127 : 127;
+    }
+    for (int64_t i = 0; i < cache.values.size; ++i) {
+      cache.values.data<int8_t>()[i] = i / p.block_size % 2 == 0 ? -127 : 127;
+    }
+  }
   if (cache_dtype == DType::INT8) {
     for (int64_t i = 0; i < num_blocks * p.num_kv_heads * p.block_size * 2; ++i) {
       const int64_t of_head = i / 2 / p.block_size;
@@ -295,6 +305,8 @@ void attention_cases(Judge& judge) {
     all_codes(judge, DType::FLOAT8_E4M3, layout);
     all_codes(judge, DType::FLOAT8_E5M2, layout);
   }
+  const Shape largest{"the largest codes", 7, 1, MAX_HEAD_SIZE, 16, {300}, {1}, false, true};
+  attention(judge, largest, DType::FLOAT32, DType::INT8, CacheLayout::CHUNKED);
   for (const DType dtype : FLOATS) {
     latent_attention(judge, dtype);
     merged_states(judge, dtype);

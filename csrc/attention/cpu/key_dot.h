@@ -24,6 +24,13 @@ constexpr bool CONVERTS_FIRST = requires { typename Loader::Converted; };
 template <typename Products>
 constexpr bool INTEGER_SUMS = requires { Products::INTEGER_SUMS; };
 
+// Whether the integers of query rows and weights are multiplied digit by digit (int8_products.h).
+#if defined(__ARM_FEATURE_DOTPROD)
+constexpr bool BY_DIGITS = true;
+#else
+constexpr bool BY_DIGITS = false;
+#endif
+
 template <typename Loader, int COUNT>
 struct ConvertedFirst {};
 template <typename Loader, int COUNT>

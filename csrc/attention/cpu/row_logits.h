@@ -185,7 +185,8 @@ struct KeyPasses {
     }
   }
 
-  // Multiplies parts [part, part + Dot::SUMS) with the same part of a query, into different sums.
+  // Multiplies parts [part, part + Dot::SUMS) with the same part of a query, or with one digit each of the same codes,
+  // into different sums.
   static PAGEDATTN_INLINE void multiply_parts(const Row* rows, int64_t chunk, int first, int part, const Loaded& loaded,
                                               Sums& sums) {
     PAGEDATTN_UNROLL
@@ -194,6 +195,7 @@ struct KeyPasses {
       if constexpr (Dot::SUMS > 1 && VEC_SIZE == 8) query = in_register(query);
       PAGEDATTN_UNROLL
       for (int of = 0; of < Dot::SUMS; ++of) {
+        if constexpr (INTEGER_SUMS<Dot> && BY_DIGITS) query = Dot::load_query(rows[r].query, chunk, part + of);
         PAGEDATTN_UNROLL
         for (int i = 0; i < LOADED_KEYS; ++i) {
           Vec& sum = sums[r][of][first + i];
@@ -229,7 +231,9 @@ struct KeyPasses {
   static PAGEDATTN_INLINE Vec logits_of(const HeadTile<T, LAYOUT>& h, const Row& row,
                                         const Vec (&sums)[Dot::SUMS][NUM_KEYS], int v, int token) {
     if constexpr (INTEGER_SUMS<Dot>) {
-      const Vec by_lane = __builtin_convertvector(sum_keys<IntVec>(sums[0] + v), Vec);
+      IntVec totals = sum_keys<IntVec>(sums[0] + v);
+      if constexpr (BY_DIGITS) totals = totals * 256 + sum_keys<IntVec>(sums[1] + v);
+      const Vec by_lane = __builtin_convertvector(totals, Vec);
       const float row_scale = Dot::row_scale(row.query, h.params.head_size) * h.params.logit_scale;
       return in_token_order(by_lane) * row_scale * h.load_scales(token, h.params.head_size);
     } else {

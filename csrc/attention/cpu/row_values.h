@@ -170,6 +170,14 @@ struct StripSums {
     }
   }
 
+  PAGEDATTN_INLINE void walk_tile(bool all_visible, const Converted& converted, Sums& sums) const {
+    if (WHOLE && !ACROSS_BLOCKS<NUM_ROWS> && all_visible) {
+      walk_strip_by_strip(converted, sums);
+    } else {
+      walk_visible(converted, sums);
+    }
+  }
+
   static PAGEDATTN_INLINE void store_sums(const Sums& sums, Vec* to, int row_stride) {
     PAGEDATTN_UNROLL
     for (int r = 0; r < NUM_ROWS; ++r) {
@@ -192,10 +200,14 @@ PAGEDATTN_INLINE void sum_strips(const HeadTile<T>& h, const float* weights,
   typename Walk::Sums sums = {};
   typename Walk::Converted converted;
   walk.convert_first(converted);
-  if (WHOLE && !ACROSS_BLOCKS<NUM_ROWS> && all_visible) {
-    walk.walk_strip_by_strip(converted, sums);
-  } else {
-    walk.walk_visible(converted, sums);
+  walk.walk_tile(all_visible, converted, sums);
+  if constexpr (INTEGER_SUMS<Strip> && BY_DIGITS) {
+    // The low digits, while the values are in the first-level cache.
+    HeadTile<T> fetched = h;
+    fetched.prefetcher = nullptr;
+    for (Vec& sum : sums) sum = (Vec)((IntVec)sum * 256);
+    const float* const low_digits = weights + Walk::TILE_STRIPS * VEC_SIZE;
+    Walk{fetched, low_digits, strips, first_strip, num_strips}.walk_tile(all_visible, converted, sums);
   }
   Walk::store_sums(sums, to, row_stride);
 }
