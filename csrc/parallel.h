@@ -7,9 +7,7 @@
 #include <atomic>
 #include <cstdint>
 
-#if defined(__x86_64__)
-#include <pmmintrin.h>
-#endif
+#include "flushed_floats.h"
 
 namespace pagedattn {
 
@@ -26,28 +24,6 @@ inline int64_t num_workers_for(int64_t multiply_adds, int64_t num_items) {
   const int64_t most = std::clamp<int64_t>(num_items, 1, torch::stable::get_num_threads());
   return std::clamp<int64_t>(multiply_adds / MULTIPLY_ADDS_PER_THREAD, 1, most);
 }
-
-// While an object of this class lives, subnormal numbers count as zeros on this thread of an x86-64 CPU, as operands
-// and as results. Many CPUs take a hundred times as long for an instruction that meets one. The instructions that
-// multiply pairs of bf16 and the tiles of AMX know no subnormal numbers at all: with this object, all capabilities
-// agree. A kernel must be compiled apart from where the object is: within a function, compilers move arithmetic past
-// it.
-class FlushedFloats {
- public:
-#if defined(__x86_64__)
-  FlushedFloats() : before_(_mm_getcsr()) { _mm_setcsr(before_ | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON); }
-  ~FlushedFloats() { _mm_setcsr(before_); }
-#else
-  FlushedFloats() {}
-#endif
-  FlushedFloats(const FlushedFloats&) = delete;
-  FlushedFloats& operator=(const FlushedFloats&) = delete;
-
-#if defined(__x86_64__)
- private:
-  uint32_t before_;
-#endif
-};
 
 // Calls body(begin, end) over ranges of [0, num_rows), on this thread alone when there is little to do.
 template <typename Body>

@@ -16,6 +16,7 @@
 
 #include "cpu_graph.h"
 #include "door.h"
+#include "flushed_floats.h"
 #include "index_checks.h"
 #include "linear/linear.h"
 #include "parallel.h"

@@ -6,6 +6,7 @@
 #include "cache/slot_mapping.h"
 #include "cases.h"
 #include "collectives/collectives.h"
+#include "flushed_floats.h"
 #include "layernorm/layernorm.h"
 #include "pos_encoding/rotary_embedding.h"
 #include "sampling/apply_token_bitmask.h"
@@ -191,6 +192,22 @@ void sums_of_ranks(Judge& judge, DType dtype) {
   judge(std::string("sum_ranks of ") + name_of(dtype), out, 0.0);
 }
 
+// A subnormal factor and a subnormal product, while they count as zeros and afterwards.
+void subnormals(Judge& judge) {
+  volatile float subnormal = 0x1p-130f, least = 0x1p-126f, many = 8.0f, half = 0.5f;
+  volatile float products[4];
+  {
+    const FlushedFloats flushed;
+    products[0] = subnormal * many;
+    products[1] = least * half;
+  }
+  products[2] = subnormal * many;
+  products[3] = least * half;
+  Tensor results(DType::FLOAT32, 4);
+  for (int i = 0; i < 4; ++i) results.data<float>()[i] = products[i] * 0x1p126f;
+  judge("subnormal numbers", results, 0.0);
+}
+
 void sampling(Judge& judge, DType dtype) {
   constexpr int64_t ROWS = 4, VOCAB = 500;
   const std::string of_type = std::string(" of ") + name_of(dtype);
@@ -338,6 +355,7 @@ void other_cases(Judge& judge) {
     states(judge, dtype);
   }
   slots_and_blocks(judge);
+  subnormals(judge);
 }
 
 }  // namespace cases

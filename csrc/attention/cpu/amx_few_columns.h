@@ -3,7 +3,7 @@
 // With a few columns there is little to multiply, and packing for the tile registers would take longer than the reading
 // of the cache. An instruction of AMX takes the even and the odd numbers of a step as two chains of multiply-adds, and
 // adds the sum of both to what was there. Subnormal numbers count as zeros. Vectors do the same, as FlushedFloats
-// (parallel.h) surrounds the kernel. Their elements are tokens (keys), or elements of the values.
+// (flushed_floats.h) surrounds the kernel. Their elements are tokens (keys), or elements of the values.
 #pragma once
 
 #include "attention/cpu/amx_pack.h"
