@@ -72,7 +72,8 @@ def expected_inputs(batch: ScheduledBatch, manager: BlockManager) -> dict[str, l
 def given_to_the_model(runner: ModelRunner, batch: ScheduledBatch) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """The token ids, positions and metadata of a batch, without a run of the model."""
     given: list[Any] = []
-    with mock.patch.multiple(runner, _graphs=None, model=lambda *arguments: given.extend(arguments)):
+    forward = mock.patch.object(runner.model, "forward", lambda *arguments: given.extend(arguments))
+    with mock.patch.object(runner, "_graphs", None), forward:
         runner.run_model(runner.prepare_inputs(batch))
     token_ids, positions, _, metadata = given
     return token_ids, positions, metadata
