@@ -29,9 +29,10 @@ def element_dtype(cache: Tensor, kv_cache_dtype: str) -> torch.dtype:
 def quantise(tensor: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """tensor / scale in fp32, rounded to the nearest element of the float8 dtype (even on ties), +-max beyond it.
 
-    On the CPU wherever the tensor is: a GPU's arithmetic does not keep the sign of NaN.
+    On the CPU wherever the tensor is: a GPU's arithmetic does not keep the sign of NaN. Nor does torch's conversion of
+    fp16 to fp32 on ARM64, but by way of fp64 the sign stays.
     """
-    on_cpu = tensor.cpu().float()
+    on_cpu = tensor.cpu().double().float()
     divided = on_cpu if scale is None else on_cpu / scale.cpu()
     largest = torch.finfo(dtype).max
     return divided.clamp(-largest, largest).to(dtype).to(tensor.device)

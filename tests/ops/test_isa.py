@@ -1,6 +1,9 @@
-"""One binary for every x86-64 machine: what instructions each part of it holds, and which part a process uses."""
+"""One binary for every machine of an architecture: what instructions each part of it holds (on x86-64), and which
+part a process uses.
+"""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -12,7 +15,9 @@ import pytest
 import pagedattn_ext
 from pagedattn_ext import _C
 
-LEVELS = ["default", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
+X86_LEVELS = ["default", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"]
+LEVELS = ["default", "neon", "neon_bf16"] if platform.machine() in {"aarch64", "arm64"} else X86_LEVELS
+EXPECTED = f"expected {', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 OUTSIDE = "outside"  # of the namespaces cpu_*
 
 # In AT&T syntax. A mnemonic with a v is VEX or EVEX coded, and faults on a machine without AVX whatever its registers.
@@ -57,7 +62,7 @@ def functions_with(pattern: re.Pattern, code: list[tuple[str, str]]) -> set[str]
     return {function for function, instruction in code if pattern.search(instruction)}
 
 
-@pytest.mark.parametrize("level", [OUTSIDE, *LEVELS])
+@pytest.mark.parametrize("level", [OUTSIDE, *X86_LEVELS])
 def test_no_instruction_beyond_the_capability(code, level):
     for pattern in FORBIDDEN[level]:
         assert not functions_with(pattern, code[level])
@@ -65,7 +70,7 @@ def test_no_instruction_beyond_the_capability(code, level):
 
 def test_the_patterns_find_what_is_there(code):
     """Else the test above would pass on anything."""
-    assert set(code) == {OUTSIDE, *LEVELS}
+    assert set(code) == {OUTSIDE, *X86_LEVELS}
     ymm, zmm = re.compile("%ymm"), re.compile("%zmm")
     has = {"avx2": [VEX, ymm], "avx512": [zmm, EVEX], "avx512_vnni": [VNNI], "avx512_bf16": [VNNI, BF16], "amx": [AMX]}
     for level, patterns in has.items():
@@ -90,7 +95,7 @@ def test_capability_of_a_running_process():
     for name in [*available, ""]:
         _C.set_cpu_capability(name)
         assert pagedattn_ext.cpu_capability() == (name or before)
-    with pytest.raises(RuntimeError, match=r"expected default, .* or amx, got sse$"):
+    with pytest.raises(RuntimeError, match=f"{EXPECTED}, got sse$"):
         _C.set_cpu_capability("sse")
     assert pagedattn_ext.cpu_capability() == before
 
@@ -125,5 +130,4 @@ def test_environment_variable():
         )
         assert result_of[level] == (level if level in available else missing)
     for name in ("avx1024", "AVX2"):
-        expected = f"PAGEDATTN_CPU_CAPABILITY: expected {', '.join(LEVELS[:-1])} or {LEVELS[-1]}, got {name}"
-        assert result_of[name] == f"RuntimeError: {expected}"
+        assert result_of[name] == f"RuntimeError: PAGEDATTN_CPU_CAPABILITY: {EXPECTED}, got {name}"
