@@ -15,14 +15,15 @@ from replicas import NODE, free_port
 
 pytest_plugins = ["hung_tests"]
 
-# How long Ray waits for a process that starts or answers slowly, on a machine that has other work. Ray Serve replaces
-# a proxy that is not ready after 5 seconds, and serve.start fails, as serve.start waits for the first.
+# For a machine that has other work. Ray's processes would get what others leave of the CPUs (a niceness of 15), and
+# Ray Serve would replace a proxy that is not ready after 5 seconds: serve.start fails then, as it waits for the first.
 MINUTES = 10
 PATIENCE = {
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": 60 * MINUTES,
-    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": 60 * MINUTES,
+    "RAY_worker_niceness": 0,
     "RAY_worker_register_timeout_seconds": 60 * MINUTES,
     "RAY_health_check_timeout_ms": 60_000 * MINUTES,
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": 60 * MINUTES,
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": 60 * MINUTES,
 }
 
 
