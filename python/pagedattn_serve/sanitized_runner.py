@@ -37,7 +37,6 @@ class SanitizedRunner:
             cache = caches[layers[0]]
             self.sanitizer.register(cache.key_cache, cache.value_cache, "/".join(map(str, layers)))
         self._see_loads(model_runner.cache_engine)
-        watch(self.sanitizer)
 
     @property
     def can_run_again(self) -> bool:
@@ -67,6 +66,7 @@ class SanitizedRunner:
             for scheduled in batch.sequences
             if scheduled.draft_token_ids
         ]
+        watch(self.sanitizer)  # not before the first batch: a calibration has none, and takes blocks that nobody holds
         output = self._runner.execute(batch)
         self.sanitizer.poison()
         return output

@@ -8,6 +8,7 @@ import pytest
 from checkpoints import Checkpoint
 
 from pagedattn_ext.sanitizer import CacheError
+from pagedattn_serve.calibration import calibrate_kv_scales
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.cache_engine import CacheEngine
 from pagedattn_serve.execution.model_runner import ModelRunner
@@ -43,12 +44,21 @@ def test_tokens_are_the_same(
 ) -> None:
     """With forks, copies on write, swaps and prefixes; freed blocks are full of NaN. Without the variable, nothing
     stands before the ops."""
+    monkeypatch.delenv("PAGEDATTN_SANITIZE", raising=False)
     plain = make_engine(get_checkpoint(name))
     assert plain.executor is plain.model_runner
     expected = finish(plain)
     assert plain.stats().num_swaps
     monkeypatch.setenv("PAGEDATTN_SANITIZE", "1")
     assert finish(make_engine(get_checkpoint(name))) == expected
+
+
+def test_a_calibration(get_checkpoint: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs its prompts without a batch, in blocks that nobody holds."""
+    checkpoint = get_checkpoint("llama-gqa")
+    expected = calibrate_kv_scales(checkpoint.path, checkpoint.prompts[:2])
+    monkeypatch.setenv("PAGEDATTN_SANITIZE", "1")
+    assert calibrate_kv_scales(checkpoint.path, checkpoint.prompts[:2]) == expected
 
 
 # ---- bugs: each replaces a method, and says when it has done harm --------------------------------------------------
