@@ -6,11 +6,13 @@ from weakref import proxy
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from pagedattn_ext.sanitizer import CacheSanitizer, Row, watch
 from pagedattn_serve.execution.cache_engine import CacheEngine
-from pagedattn_serve.execution.model_runner import BatchRunner, ModelRunner
+from pagedattn_serve.execution.model_runner import BatchRunner, ModelRunner, StepInputs
 from pagedattn_serve.execution.sampler import SamplerOutput
+from pagedattn_serve.models.causal_lm import ModelOutput
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence
@@ -28,6 +30,8 @@ class SanitizedRunner:
         self._allocator: BlockAllocator | None = None  # whose blocks are watched as they are taken
         self._names: dict[Sequence, str] = {}
         self._drafted: list[tuple[Sequence, str, int]] = []  # in the last batch, and the tokens in the cache before
+        self._rows: list[Row] = []  # of the batch
+        self._num_run = 0  # of its tokens
         self.sanitizer = CacheSanitizer(manager.num_blocks, manager.block_size)
         layers_of: dict[int, list[int]] = {}  # groups of layers lie in the same memory
         caches = model_runner.cache_engine.kv_caches
@@ -37,6 +41,8 @@ class SanitizedRunner:
             cache = caches[layers[0]]
             self.sanitizer.register(cache.key_cache, cache.value_cache, "/".join(map(str, layers)))
         self._see_loads(model_runner.cache_engine)
+        # With proxies, here and below: objects that refer to each other keep an engine's caches until a collection.
+        model_runner.run_model = partial(_run_model, proxy(model_runner), proxy(self))  # type: ignore[method-assign]
 
     @property
     def can_run_again(self) -> bool:
@@ -51,16 +57,15 @@ class SanitizedRunner:
         names = self._names
         drawn = {names[sequence]: of_sequence for sequence, of_sequence in tables.items()}
         self.sanitizer.draw(drawn, allocator.ref_counts(), allocator.published)
-        self.sanitizer.expect(
-            [
-                Row(
-                    names.get(scheduled.sequence, scheduled.sequence.request_id),
-                    scheduled.sequence.num_computed_tokens,
-                    scheduled.num_new_tokens + len(scheduled.draft_token_ids),
-                )
-                for scheduled in batch.sequences
-            ]
-        )
+        self._num_run = 0
+        self._rows = [
+            Row(
+                names.get(scheduled.sequence, scheduled.sequence.request_id),
+                scheduled.sequence.num_computed_tokens,
+                scheduled.num_new_tokens + len(scheduled.draft_token_ids),
+            )
+            for scheduled in batch.sequences
+        ]
         self._drafted = [
             (scheduled.sequence, names[scheduled.sequence], scheduled.sequence.num_computed_tokens)
             for scheduled in batch.sequences
@@ -79,6 +84,18 @@ class SanitizedRunner:
 
     def at_work(self) -> bool:
         return self._runner.at_work()
+
+    def _expect(self, num_tokens: int) -> None:
+        """The next tokens of the batch are to be run: all of them, or a piece, where stages are at work."""
+        begin, end = self._num_run, self._num_run + num_tokens
+        self._num_run, rows, first = end, [], 0
+        for owner, num_cached, num_new in self._rows:
+            num_before = max(begin - first, 0)
+            num_in_piece = min(end - first, num_new) - num_before
+            if num_in_piece > 0:
+                rows.append(Row(owner, num_cached + num_before, num_in_piece))
+            first += num_new
+        self.sanitizer.expect(rows)
 
     def _forget_drafts(self) -> None:
         """What was written for drafts that were refused is overwritten by the next tokens."""
@@ -107,7 +124,6 @@ class SanitizedRunner:
             return
         self._allocator = allocator
         self.sanitizer.renewed(range(allocator.num_blocks))
-        # Without proxies these would refer to each other, and an engine would keep its caches until a collection.
         allocator.allocate = partial(_allocate, proxy(allocator), proxy(self.sanitizer))  # type: ignore[method-assign]
 
     def _see_loads(self, cache_engine: CacheEngine) -> None:
@@ -117,6 +133,13 @@ class SanitizedRunner:
     def _loaded(self, block: int) -> None:
         self._see_allocator()
         self.sanitizer.loaded([block])
+
+
+def _run_model(
+    model_runner: ModelRunner, runner: SanitizedRunner, inputs: StepInputs, carried: Tensor | None = None
+) -> ModelOutput:
+    runner._expect(len(inputs.token_ids))
+    return ModelRunner.run_model(model_runner, inputs, carried)
 
 
 def _allocate(allocator: BlockAllocator, sanitizer: CacheSanitizer) -> int:

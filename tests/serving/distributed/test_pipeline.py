@@ -25,11 +25,13 @@ from server_process import is_running, wait_for
 from test_interrupts import ROOT, expect_nothing_left
 from warm_ranks import StartedRanks, memfds
 
+from pagedattn_ext.sanitizer import CacheError
 from pagedattn_serve import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from pagedattn_serve.distributed import communicator, pipeline, workers
 from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
 from pagedattn_serve.distributed.pipeline import PipelineCommunicator, cut
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.execution.model_runner import StepInputs
 
 # With so few blocks that requests are preempted; without cached prefixes, each run is like the first one.
 SMALL: dict[str, Any] = dict(
@@ -109,8 +111,9 @@ def test_the_largest_stage_decides_how_many_blocks_there_are(uneven: Checkpoint,
 
 
 def test_stages_of_several_ranks(llama: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks in each of two stages. The ranks compare what they read."""
+    """Two ranks in each of two stages. The ranks compare what they read, and the sanitizer knows each piece."""
     monkeypatch.setenv("PAGEDATTN_CHECK", "1")
+    monkeypatch.setenv("PAGEDATTN_SANITIZE", "1")
     options = dict(preemption_mode="recompute", tensor_parallel_size=2, pipeline_parallel_size=2)
     engine = LLMEngine(llama.path, **SMALL, **options)
     assert token_ids(run(engine, llama.prompts, LONG)) == llama.expected
@@ -128,6 +131,24 @@ def test_stages_that_differ(get_checkpoint: Callable[[str], Checkpoint], ranks: 
     assert bits(run(two, prompts, LONG)) == bits(run(one, prompts, LONG))
     assert two.scheduler.block_manager.windows == (None,)
     assert two.stats().num_proposed_tokens > 0
+
+
+def test_the_sanitizer_finds_a_wrong_piece(
+    uneven: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In which a row does not see its last token."""
+    between = StepInputs.between
+
+    def shorter(inputs: StepInputs, begin: int, end: int) -> Any:
+        piece, picked = between(inputs, begin, end)
+        piece.seq_lens[-1] -= 1
+        return piece, picked
+
+    monkeypatch.setattr(StepInputs, "between", shorter)
+    monkeypatch.setenv("PAGEDATTN_SANITIZE", "1")
+    engine = LLMEngine(uneven.path, pipeline_parallel_size=2, **SMALL)
+    with pytest.raises(CacheError, match=r"row \d has a length of \d+, expected \d+"):
+        run(engine, uneven.prompts, LONG)
 
 
 def test_pieces() -> None:
