@@ -218,14 +218,14 @@ class _Marks:
 
     def __init__(self, at_end: bool) -> None:
         self._at_end = at_end
-        self._key = secrets.token_hex(8)
+        self._key, self._as_key = secrets.token_hex(8), secrets.token_hex(8)  # the second: behind a mark that is a key
         self._things: dict[str, tuple[int, str]] = {}  # the place of the message and the name, by the mark
         self._spoilt: dict[str, str] = {}  # by the mark: what the text has if the thing is not written as such
 
     def missing(self, text: str) -> list[tuple[int, str]]:
         """All things that the text does not have. text: in small letters."""
         found = set()
-        for match in re.finditer(rf"({self._key}x\d+x)(?:key)?", text):
+        for match in re.finditer(rf"({self._key}x\d+x)(?:{self._as_key})?", text):
             found |= {match[1], match[0], text[max(match.start() - 1, 0) : match.end()]}
         return [thing for mark, thing in self._things.items() if mark not in found or self._spoilt.get(mark) in found]
 
@@ -263,8 +263,8 @@ class _Marks:
 
     def _in_part(self, place: int, name: str, part: Fields) -> Fields:
         mark = self._new(place, name)
-        self._spoilt[mark] = f"{mark}key"  # the list as a whole, instead of the text of its parts
-        return {**part, "text": self._in_text(part["text"], mark), f"{mark}key": 0}
+        self._spoilt[mark] = as_key = mark + self._as_key  # the list as a whole, instead of the text of its parts
+        return {**part, "text": self._in_text(part["text"], mark), as_key: 0}
 
     def _in_call(self, place: int, name: str, call: Fields) -> Fields:
         is_wrapped = "function" in call
@@ -276,8 +276,9 @@ class _Marks:
             if isinstance(arguments, str):
                 function["arguments"] = self._in_text(arguments, mark)
             else:
-                self._spoilt[mark] = f"'{mark}key"  # Python's form of the object, which is no JSON
-                function["arguments"] = {**arguments, f"{mark}key": mark}
+                as_key = mark + self._as_key
+                self._spoilt[mark] = f"'{as_key}"  # Python's form of the object, which is no JSON
+                function["arguments"] = {**arguments, as_key: mark}
         return {**call, "function": function} if is_wrapped else function
 
     def _in_all(self, value: Any, mark: str) -> Any:

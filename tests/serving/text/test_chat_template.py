@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -76,6 +76,7 @@ def test_parts_are_lines_where_a_template_wants_texts(tokenizer: PreTrainedToken
 
 
 @given(parts=st.lists(st.text(max_size=5), max_size=4))
+@example(parts=["Key facts:", "Keys are."])
 def test_parts_are_parts_where_a_template_walks_over_them(tokenizer: PreTrainedTokenizerBase, parts: list[str]) -> None:
     text = f"<user>{''.join(parts)}"
     for template in (EITHER, PARTS):
