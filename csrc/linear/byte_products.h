@@ -7,17 +7,17 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// So many rows leave registers for the operands. A single tile is bound by memory: it may have more rows than one of
-// several tiles, and reads fewer panels side by side.
+// So many rows leave registers for the operands. A single tile may have more rows than one of several tiles: it reads
+// fewer panels side by side, or takes fewer vectors of them at a time, and all its rows share what is loaded or unpacked.
 constexpr int MAX_TILE_ROWS = NUM_REGISTERS == 32 ? 6 : 4;
-constexpr int MAX_SINGLE_TILE_ROWS = VEC_BYTES == 64 ? 12 : MAX_TILE_ROWS;
+constexpr int MAX_SINGLE_TILE_ROWS = VEC_BYTES >= 32 ? 12 : MAX_TILE_ROWS;
 
 constexpr int max_tile_rows(int64_t num_rows) {
   return num_rows <= MAX_SINGLE_TILE_ROWS ? MAX_SINGLE_TILE_ROWS : MAX_TILE_ROWS;
 }
 
 // How many panels a single tile is multiplied with at once. Each panel is a stream of memory.
-constexpr int panels_at_once(int rows) { return rows <= MAX_TILE_ROWS ? TILE_PANELS : 2; }
+constexpr int panels_at_once(int rows) { return rows <= MAX_TILE_ROWS || TILE_PANELS == 1 ? TILE_PANELS : 2; }
 
 #if defined(__ARM_FEATURE_DOTPROD)
 // For an instruction that takes the first quad alone.

@@ -113,17 +113,17 @@ PAGEDATTN_INLINE Group<PANELS> load_group(const LinearInt4Params& p, const uint8
   return group;
 }
 
-// Adds the products of a block with ROWS rows to sums [ROWS][PANELS * PANEL_VECS].
-template <int ROWS, int PANELS, typename Codes>
-PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group, const int8_t* codes,
-                               const QuantizedBlock* blocks, Vec* sums) {
-  constexpr int VECS = PANELS * PANEL_VECS;
+// Adds the products of a block with ROWS rows to sums [ROWS][PANELS * PANEL_VECS], of vectors [BEGIN, END) of a row.
+template <int ROWS, int PANELS, int BEGIN, int END, typename Codes>
+PAGEDATTN_INLINE void add_vectors(const Codes& weights, const Group<PANELS>& group, const int8_t* codes,
+                                  const QuantizedBlock* blocks, Vec* sums) {
+  constexpr int VECS = END - BEGIN;
   UintVec products[ROWS][VECS];
   PAGEDATTN_UNROLL
   for (int row = 0; row < ROWS; ++row) {
     const UintVec code_sums = UintVec{} + load_as<uint32_t>(blocks[row].sums_of_codes);
     PAGEDATTN_UNROLL
-    for (int v = 0; v < VECS; ++v) products[row][v] = begin_products(group.minus_zeros[v], code_sums);
+    for (int v = 0; v < VECS; ++v) products[row][v] = begin_products(group.minus_zeros[BEGIN + v], code_sums);
   }
 #pragma GCC unroll 1  // the whole loop would need too many registers
   for (int pair = 0; pair < PAIRS_PER_BLOCK; ++pair) {
@@ -131,7 +131,7 @@ PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group,
     for (int half = 0; half < 2; ++half) {
       UintVec w[VECS];
       PAGEDATTN_UNROLL
-      for (int v = 0; v < VECS; ++v) w[v] = weights.quad(pair, half, v);
+      for (int v = 0; v < VECS; ++v) w[v] = weights.quad(pair, half, BEGIN + v);
       PAGEDATTN_UNROLL
       for (int row = 0; row < ROWS; ++row) {
         const UintVec x = broadcast_quad(codes + ((2 * pair + half) * ROWS + row) * QUAD);
@@ -146,8 +146,23 @@ PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group,
     PAGEDATTN_UNROLL
     for (int v = 0; v < VECS; ++v) {
       const Vec sum = __builtin_convertvector(column_sums(products[row][v]), Vec);
-      sums[row * VECS + v] = fma(sum * scale, group.scales[v], sums[row * VECS + v]);
+      Vec& to = sums[row * PANELS * PANEL_VECS + BEGIN + v];
+      to = fma(sum * scale, group.scales[BEGIN + v], to);
     }
+  }
+}
+
+// The same of all vectors. Where a tile has more rows than the registers hold, half of the vectors come after the
+// other half.
+template <int ROWS, int PANELS, typename Codes>
+PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group, const int8_t* codes,
+                               const QuantizedBlock* blocks, Vec* sums) {
+  constexpr int VECS = PANELS * PANEL_VECS;
+  if constexpr (NUM_REGISTERS < 32 && ROWS > MAX_TILE_ROWS) {
+    add_vectors<ROWS, PANELS, 0, VECS / 2>(weights, group, codes, blocks, sums);
+    add_vectors<ROWS, PANELS, VECS / 2, VECS>(weights, group, codes, blocks, sums);
+  } else {
+    add_vectors<ROWS, PANELS, 0, VECS>(weights, group, codes, blocks, sums);
   }
 }
 
