@@ -8,7 +8,8 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // So many rows leave registers for the operands. A single tile may have more rows than one of several tiles: it reads
-// fewer panels side by side, or takes fewer vectors of them at a time, and all its rows share what is loaded or unpacked.
+// fewer panels side by side, or takes fewer vectors of them at a time, and all its rows share what is loaded or
+// unpacked.
 constexpr int MAX_TILE_ROWS = NUM_REGISTERS == 32 ? 6 : 4;
 constexpr int MAX_SINGLE_TILE_ROWS = VEC_BYTES >= 32 ? 12 : MAX_TILE_ROWS;
 
