@@ -1,15 +1,17 @@
 """Paged attention, decode and prefill, beside what torch offers for it.
 
-Usage: python bench/attn.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
+Usage: python bench/attn.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--vllm PYTHON] [--json FILE]
+       [--plot FILE.png]
 
-Decode: GB/s counts the bytes of the sequences' keys and values, and the share is of the fastest read of torch
-(harness.py). Prefill: GFLOP/s counts the pairs of tokens that causality leaves, and the share is of a matrix product.
+Decode: GB/s counts the bytes of the sequences' keys and values, and the share is of the fastest read (probes.py).
+Prefill: GFLOP/s counts the pairs of tokens that causality leaves, and the share is of a matrix product.
 Physical blocks are in random order. Caches, SDPA's keys and values, and the memory of the read lie in huge pages where
 the system grants them.
 Peers: SDPA on contiguous keys and values, with the query heads of a KV head as rows of one head (a call for each
 sequence where lengths differ); varlen_attention on the same keys and values (dense); gathering these from the cache for
-SDPA; a loop over the sequences in plain torch; for an fp8 cache, the same tokens in a bf16 cache; for caches in the
-layout NHD, blocks of other sizes and the chunked layout.
+SDPA; a loop over the sequences in plain torch; for a cache of 8 bits, the same tokens in a bf16 cache; for decode over
+caches in the layout NHD, blocks of other sizes and the chunked layout; with --vllm (vllm_kernels.py), vLLM's attention
+on its own pages, without what it plans once for all layers. Prompts over an NHD cache stand beside those that are ours.
 Shared: sequences with a common prefix, beside equally long sequences without one. GFLOP/s counts every row's pairs, and
 the share is of a matrix product in float32. Then the time to find out what is shared, beside the least time that the
 call could take. Last, the latency of single small calls, on a quiet machine and beside busy processes.
@@ -23,15 +25,13 @@ call costs the host.
 import argparse
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import TypeVar
 
 import cuda_timing
 import torch
-from attention.inputs import Attention, Fp8Decode, Mixed, Model, NhdDecode, SharedDecode
-from attention.peers import fastest_sdpa, flash, flashinfer_decode
+from attention.inputs import Attention, Mixed, Model, NhdDecode, Quantized, SharedDecode
+from attention.peers import fastest_sdpa, flash, flashinfer_decode, vllm_attention
 from attention.plan import Planner, decode_tables
 from harness import (
     Probe,
@@ -39,20 +39,17 @@ from harness import (
     busy_processes,
     check_and_time,
     cold_bytes,
-    copy_probe,
     dtype_name,
     finish,
     hardware,
     latency,
     make_inputs,
-    matmul_probe,
     parse_args,
-    print_probes,
     print_rows,
-    read_probe,
     time_interleaved,
     tolerance,
 )
+from probes import copy_probe, matmul_probe, print_probes, read_probe
 from torch import Tensor
 
 T = TypeVar("T")
@@ -76,7 +73,9 @@ DECODES = [
 QUICK_DECODES = [(model, "8 x 2048", EIGHT) for model in (MHA, GQA8, GQA4, SMALL)]
 QUICK_DECODES += [(GQA8, "1 x 1024", ONE), (GQA8, "4 ragged", RAGGED)]
 FP8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2]
-FP8_DECODES = [(model, "8 x 2048", EIGHT, dtype) for dtype in FP8_DTYPES for model in (MHA, GQA8)]
+QUANTIZED_DTYPES = [*FP8_DTYPES, torch.int8]
+QUANTIZED_DECODES = [(model, "8 x 2048", EIGHT, dtype) for dtype in QUANTIZED_DTYPES for model in (MHA, GQA8)]
+QUANTIZED_PREFILLS = [(GQA8, 512, dtype) for dtype in QUANTIZED_DTYPES]
 
 SHARED, NUM_SHARED = [2112] * 8, 2048
 PLANNED, NUM_PLANNED_SHARED = [4096] * 256, (0, 4032)
@@ -128,7 +127,7 @@ def bench_decode(
 ) -> Row:
     num_bytes = kv_bytes(model, seq_lens, dtype)
     inputs = make_inputs(partial(Attention, model, seq_lens, 1, dtype), num_bytes, device)
-    functions = {"ours": Attention.decode, **peers}
+    functions = {"ours": Attention.decode, **peers, **vllm_attention(inputs)}
     seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)
     return Row("decode", f"{model.name}, {name}", dtype, num_bytes, probe, seconds)
 
@@ -144,14 +143,24 @@ def bench_decode_on_cuda(
     return Row("decode", f"{model.name}, {name}", dtype, num_bytes, probe, seconds, f"SDPA: {backend}")
 
 
-def bench_fp8_decode(
+def bench_quantized_decode(
     model: Model, name: str, seq_lens: list[int], dtype: torch.dtype, device: str, num_rounds: int, probe: Probe
 ) -> Row:
     num_bytes = kv_bytes(model, seq_lens, dtype)
-    inputs = make_inputs(partial(Fp8Decode, model, seq_lens, dtype), num_bytes, device)
-    functions: Functions[Fp8Decode] = {"ours": Fp8Decode.decode, "bf16 cache": Fp8Decode.decode_bf16}
+    inputs = make_inputs(partial(Quantized, model, seq_lens, 1, dtype), num_bytes, device)
+    functions: Functions[Quantized] = {"ours": Quantized.decode, "bf16 cache": Quantized.decode_bf16}
     seconds = check_and_time(functions, inputs, tolerance(torch.bfloat16), num_rounds, probe)
-    return Row("decode, fp8 cache", f"{model.name}, {name}", dtype, num_bytes, probe, seconds)
+    return Row("decode, 8-bit cache", f"{model.name}, {name}", dtype, num_bytes, probe, seconds)
+
+
+def bench_quantized_prefill(
+    model: Model, num_tokens: int, dtype: torch.dtype, device: str, num_rounds: int, probe: Probe
+) -> Row:
+    inputs = make_inputs(partial(Quantized, model, [num_tokens], num_tokens, dtype), cold_bytes(device), device)
+    functions: Functions[Quantized] = {"ours": Quantized.prefill, "bf16 cache": Quantized.prefill_bf16}
+    seconds = check_and_time(functions, inputs, tolerance(torch.bfloat16), num_rounds, probe)
+    name = f"{model.name}, {num_tokens} tokens"
+    return Row("prefill, 8-bit cache", name, dtype, num_operations(model, num_tokens), probe, seconds)
 
 
 def bench_nhd_decode(
@@ -211,7 +220,9 @@ def bench_prefill(
 ) -> Row:
     make = partial(Attention, model, [prefix + num_tokens], num_tokens, dtype)
     inputs = make_inputs(make, cold_bytes(device), device)  # one: arithmetic is the limit
-    functions: Functions[Attention] = {"ours": Attention.prefill, "dense": Attention.dense, "SDPA": sdpa}
+    functions = {"ours": Attention.prefill, "dense": Attention.dense, "SDPA": sdpa, **vllm_attention(inputs)}
+    if device == "cpu":
+        functions["NHD"] = Attention.prefill_nhd
     seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)
     name = f"{model.name}, {num_tokens} tokens" + (f" after {prefix}" if prefix else "")
     return Row("prefill", name, dtype, num_operations(model, num_tokens, prefix), probe, seconds)
@@ -284,7 +295,7 @@ def tables_on_cpu(args: argparse.Namespace) -> tuple[list[Row], dict[str, object
     rows = [bench_decode(*case, dtype, *options, reading, peers) for dtype in args.dtypes for case in decodes]
     print_rows(rows)
     if torch.bfloat16 in args.dtypes:
-        rows += (table := [bench_fp8_decode(*case, *options, reading) for case in FP8_DECODES])
+        rows += (table := [bench_quantized_decode(*case, *options, reading) for case in QUANTIZED_DECODES])
         print_rows(table)
     nhd = [(model, "8 x 2048", EIGHT, dtype) for dtype in args.dtypes for model in (MHA, GQA8)]
     rows += (table := [bench_nhd_decode(*case, *options, reading) for case in nhd])
@@ -294,13 +305,16 @@ def tables_on_cpu(args: argparse.Namespace) -> tuple[list[Row], dict[str, object
     shared = [(model, dtype) for dtype in dtypes_shared for model in (MHA, GQA8)]
     rows += (table := [bench_shared_decode(*case, *options, matmul) for case in shared])
     print_rows(table)
-    with TemporaryDirectory() as directory:
-        planner = Planner.compile(Path(directory))
-        planning = [bench_planning(planner, n, options[1], reading, matmul) for n in NUM_PLANNED_SHARED]
+    planner = Planner.compile()
+    planning = [bench_planning(planner, n, options[1], reading, matmul) for n in NUM_PLANNED_SHARED]
     prefills = QUICK_PREFILLS if args.quick else PREFILLS
     dtypes = zip(args.dtypes, matmuls, strict=True)
     rows += (table := [bench_prefill(*case, dtype, *options, probe) for dtype, probe in dtypes for case in prefills])
     print_rows(table)
+    if torch.bfloat16 in args.dtypes:
+        probe = matmuls[args.dtypes.index(torch.bfloat16)]
+        rows += (table := [bench_quantized_prefill(*case, *options, probe) for case in QUANTIZED_PREFILLS])
+        print_rows(table)
 
     print(f"\none call of many in a row: decode, {GQA8.name}, 1 sequence of 16 tokens")
     latencies = [bench_latency(dtype, args.device) for dtype in args.dtypes]
@@ -317,7 +331,7 @@ def tables_on_cuda(args: argparse.Namespace) -> tuple[list[Row], dict[str, objec
     rows = [bench_decode_on_cuda(*case, dtype, *options, reading) for dtype in args.dtypes for case in CUDA_DECODES]
     print_rows(rows)
     if torch.bfloat16 in args.dtypes:
-        rows += (table := [bench_fp8_decode(*case, *options, reading) for case in CUDA_FP8_DECODES])
+        rows += (table := [bench_quantized_decode(*case, *options, reading) for case in CUDA_FP8_DECODES])
         print_rows(table)
     # SDPA's flash backend has no float32.
     halves = {dtype: probe for dtype, probe in matmuls.items() if dtype != torch.float32}
@@ -331,7 +345,7 @@ def tables_on_cuda(args: argparse.Namespace) -> tuple[list[Row], dict[str, objec
 
 
 def main() -> None:
-    args = parse_args(__doc__.splitlines()[0])
+    args = parse_args(__doc__.splitlines()[0], has_peers_of_vllm=True)
     facts = hardware(args.device)
     rows, extra = tables_on_cuda(args) if args.device == "cuda" else tables_on_cpu(args)
     finish(args, facts, rows, **extra)

@@ -21,16 +21,14 @@ from harness import (
     assert_same,
     assert_same_effect,
     cold_bytes,
-    copy_probe,
     finish,
     hardware,
     make_inputs,
     parse_args,
-    print_probes,
     print_rows,
-    read_probe,
     time_interleaved,
 )
+from probes import copy_probe, print_probes, read_probe
 from torch import Tensor
 
 from pagedattn_ext import allocate_kv_cache, ops

@@ -23,17 +23,15 @@ from harness import (
     Row,
     assert_same,
     cold_bytes,
-    copy_probe,
     finish,
     hardware,
     make_inputs,
     parse_args,
-    print_probes,
     print_rows,
-    read_probe,
     time_interleaved,
     tolerance,
 )
+from probes import copy_probe, print_probes, read_probe
 from torch import Tensor
 from torch.nn import functional as F
 

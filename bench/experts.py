@@ -1,7 +1,7 @@
 """Experts of a layer, beside transformers' implementations and vLLM's kernel for CPUs.
 
-Usage: python bench/experts.py [--quick] [--dtype bfloat16] [--threads N] [--json FILE] [--plot FILE.png]
-       make .venv-adopters/vllm/ready; .venv-adopters/vllm/bin/python bench/experts.py   # beside vLLM
+Usage: python bench/experts.py [--quick] [--dtype bfloat16] [--threads N] [--vllm PYTHON] [--json FILE]
+       [--plot FILE.png]
 
 A call takes rows whose experts have been chosen, and gives the weighted sum of their results: both projections, SiLU
 and all sorting are part of it, the router is not. Each row draws its experts anew. Sizes are those of Mixtral 8x7B with
@@ -9,17 +9,16 @@ a quarter of the width and of the inner width, and of Qwen3-30B-A3B with half of
 the experts that have rows once, and nothing else; the share of the read probe says how close a call comes to that.
 
 The peers are transformers' loop over experts (eager), its batched_mm (up to 8 rows: it copies the weights of each row)
-and grouped_mm, and where vLLM is installed, its `cpu_fused_moe` ("vec", what it takes without AMX). All have weights of
-the rows' dtype. Our int8 and int4 stand beside the same peers, as no peer has such weights on this CPU.
+and grouped_mm, and with --vllm (vllm_kernels.py) its `cpu_fused_moe` ("vec", what it takes without AMX). All have
+weights of the rows' dtype. Our int8 and int4 stand beside the same peers, as no peer has such weights on this CPU.
 """
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+import vllm_kernels
 from harness import (
     Probe,
     Row,
@@ -29,12 +28,11 @@ from harness import (
     hardware,
     make_inputs,
     parse_args,
-    print_probes,
     print_rows,
-    read_probe,
     time_interleaved,
     tolerance,
 )
+from probes import print_probes, read_probe
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -92,16 +90,6 @@ def copy_of(module: Any) -> Any:
     return copy
 
 
-def vllm_library() -> Path | None:
-    """The library with vLLM's kernels for this CPU, if vLLM is installed. vLLM itself is not imported."""
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or spec.origin is None:
-        return None
-    name = "_C_AVX512" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "_C_AVX2"
-    library = Path(spec.origin).parent / f"{name}.abi3.so"
-    return library if library.exists() else None
-
-
 def of_vllm(module: Any) -> Callable[[Routed], Tensor]:
     packed = []
     for weight in (module.gate_up_proj, module.down_proj):
@@ -117,7 +105,7 @@ def of_vllm(module: Any) -> Callable[[Routed], Tensor]:
     return run
 
 
-def peers_of(module: Any, with_vllm: bool) -> dict[str, Callable[[Routed], Tensor]]:
+def peers_of(module: Any) -> dict[str, Callable[[Routed], Tensor]]:
     loop = Qwen3MoeExperts.forward.__wrapped__  # type: ignore[attr-defined]
     implementations = {"loop": loop} | {name: ALL_EXPERTS_FUNCTIONS[name] for name in ("batched_mm", "grouped_mm")}
 
@@ -125,14 +113,12 @@ def peers_of(module: Any, with_vllm: bool) -> dict[str, Callable[[Routed], Tenso
         return lambda routed: function(module, routed.hidden, routed.expert_ids, routed.weights)
 
     peers = {name: peer(function) for name, function in implementations.items()}
-    return peers | ({"vllm": of_vllm(module)} if with_vllm else {})
+    return peers | ({"vllm": of_vllm(module)} if vllm_kernels.are_loaded() else {})
 
 
-def bench_shape(
-    shape: Shape, dtype: torch.dtype, with_vllm: bool, forms: list[str | None], num_rounds: int, probe: Probe
-) -> list[Row]:
+def bench_shape(shape: Shape, dtype: torch.dtype, forms: list[str | None], num_rounds: int, probe: Probe) -> list[Row]:
     module = make_module(shape, dtype)
-    peers = peers_of(module, with_vllm)
+    peers = peers_of(module)
     rows = []
     for quantization in forms:
         experts = Experts("experts", copy_of(module), LinearForms("head", quantization))
@@ -157,12 +143,10 @@ def bench_shape(
 
 @torch.inference_mode()
 def main() -> None:
-    args = parse_args(__doc__.splitlines()[0])
+    args = parse_args(__doc__.splitlines()[0], has_peers_of_vllm=True)
     if args.device != "cpu":
         raise SystemExit("bench/experts.py: these ops run on the CPU only")
     facts = hardware(args.device)
-    if library := vllm_library():
-        torch.ops.load_library(library)
     probe = read_probe()
     print_probes(probe)
     forms = [None] if args.quick else [None, "int8", "int4"]
@@ -170,7 +154,7 @@ def main() -> None:
         row
         for shape in SHAPES
         for dtype in args.dtypes
-        for row in bench_shape(shape, dtype, library is not None, forms, 3 if args.quick else 9, probe)
+        for row in bench_shape(shape, dtype, forms, 3 if args.quick else 9, probe)
     ]
     print_rows(rows)
     finish(args, facts, rows)

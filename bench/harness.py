@@ -1,9 +1,8 @@
 """What the benchmarks share: options, interleaved timing with cold caches, probes, tables, JSON and the plot.
 
-A share is never taken of a number from a data sheet: a probe (the plainest torch call of the same kind) runs in the
-same rounds. Paged caches and what the probes read and write come from allocate_kv_cache: both lie in huge pages where
-the system grants them. Ratios are a peer's time over ours: more than 1 means that ours is faster. With --device cuda
-the times are those of cuda_timing.py.
+A share is never taken of a number from a data sheet: a probe (probes.py) runs in the same rounds. Paged caches and what
+the probes read and write come from allocate_kv_cache: both lie in huge pages where the system grants them. Ratios are a
+peer's time over ours: more than 1 means that ours is faster. With --device cuda the times are those of cuda_timing.py.
 """
 
 import argparse
@@ -27,21 +26,20 @@ from typing import Any, TypeVar
 
 import cuda_timing
 import torch
+import vllm_kernels
 from torch import Tensor
 
 import pagedattn_ext
 
 T = TypeVar("T")
-COLD_BYTES = 64 << 20  # buffers rotate over this much, beyond the last-level cache
-PROBE_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
-PROBE_ROW = 4096
-MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+COLD_BYTES = 64 << 20  # buffers rotate over this much, or over more where the last-level cache holds so much
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 BATCH_SECONDS = 3e-4  # short calls are timed in batches of about this long
 NUM_WARM_UPS = 4  # calls, before a batch that is to find everything in the caches
 SPIN = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"  # no longer than the benchmark lives
 
 
-def parse_args(description: str) -> argparse.Namespace:
+def parse_args(description: str, has_peers_of_vllm: bool = False) -> argparse.Namespace:
     """The options of every benchmark, with the device found to be usable and the threads set."""
     parser = argparse.ArgumentParser(description=description)
     dtypes = ["float32", "float16", "bfloat16"]
@@ -50,12 +48,16 @@ def parse_args(description: str) -> argparse.Namespace:
         "--dtype", choices=dtypes, action="append", help="repeatable; default float32 and bfloat16, on cuda bfloat16"
     )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds, under a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write hardware, command and raw times")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the share of the probe (needs matplotlib)")
+    if has_peers_of_vllm:
+        vllm_kernels.add_option(parser)
     args = parser.parse_args()
     check_plot(parser, args.plot)
     check_device(parser, args.device)
+    if has_peers_of_vllm:
+        vllm_kernels.load(parser, args.vllm)
     default = ["bfloat16"] if args.device == "cuda" else ["float32", "bfloat16"]
     args.dtypes = [getattr(torch, name) for name in args.dtype or default]
     prepare(args.threads)
@@ -145,50 +147,6 @@ class Probe:
     run: Callable[[object], object]
 
 
-def probe_memory() -> Tensor:
-    """PROBE_BYTES of memory like that of caches. It is written, because untouched pages would all be the same page."""
-    head_size, block_size = 256, 64
-    device = torch.get_default_device()
-    num_blocks = PROBE_BYTES[device.type] // (4 * head_size * block_size)
-    ((data, _),) = pagedattn_ext.allocate_kv_cache(num_blocks, 1, head_size, block_size, device=device)
-    return data.flatten().fill_(1)
-
-
-def read_probe() -> Probe:
-    """The fastest of several ways in which torch reads memory. A sum alone would flatter what is compared with it: on
-    an Intel Sapphire Rapids Xeon it reads 16 GB/s in huge pages, and the product with a vector 22."""
-    data = probe_memory()
-    first, second = data.chunk(2)
-    rows = data.view(-1, PROBE_ROW)
-    vector = rows.new_ones(PROBE_ROW)  # it stays in the first-level cache
-    ways: dict[str, Callable[[object], object]] = {
-        "sum": lambda _: data.sum(),
-        "dot product of the halves": lambda _: first.dot(second),
-        "product with a vector": lambda _: rows.mv(vector),
-    }
-    seconds = time_interleaved(ways, [None], num_rounds=5)
-    return Probe("read", "GB/s", data.nbytes, ways[min(ways, key=lambda way: median(seconds[way]))])
-
-
-def copy_probe() -> Probe:
-    data = probe_memory()
-    source, target = data.chunk(2)
-    return Probe("copy", "GB/s", data.nbytes, lambda _: target.copy_(source))
-
-
-def matmul_probe(dtype: torch.dtype) -> Probe:
-    n = MATMUL_SIZE[torch.get_default_device().type]
-    a, b = torch.randn(2, n, n, dtype=dtype)
-    return Probe("matmul", "GFLOP/s", 2 * n**3, lambda _: a @ b)
-
-
-def print_probes(*probes: Probe) -> None:
-    """Print what the device reaches without our ops. Each row runs its probe once more, in the same rounds."""
-    seconds = time_interleaved({probe.name: probe.run for probe in probes}, [None], num_rounds=9)
-    rates = [f"{probe.name} {probe.work / median(seconds[probe.name]) / 1e9:.0f} {probe.unit}" for probe in probes]
-    print("probes: " + ", ".join(rates))
-
-
 def on_cuda() -> bool:
     return torch.cuda.is_initialized()  # never in a run on CPU
 
@@ -200,7 +158,13 @@ def synchronize() -> None:
 
 def cold_bytes(device: str) -> int:
     """How many bytes to touch so that nothing else is left in the caches."""
-    return cuda_timing.cold_bytes() if device == "cuda" else COLD_BYTES
+    return cuda_timing.cold_bytes() if device == "cuda" else max(COLD_BYTES, 2 * last_cache_bytes())
+
+
+def last_cache_bytes() -> int:
+    """Of the largest cache of a CPU, which it may share with others; 0 where the system does not say."""
+    sizes = [path.read_text().strip() for path in CACHES.glob("index*/size")]
+    return max((int(size.removesuffix("K")) << 10 for size in sizes), default=0)
 
 
 def make_inputs(make: Callable[[], T], num_bytes: int, device: str) -> list[T]:
@@ -354,6 +318,12 @@ class Row:
         peers = self.seconds.keys() - {"ours", "probe"}
         return {name: median(s) / median(self.seconds["ours"]) for name, s in self.seconds.items() if name in peers}
 
+    def ratio_ranges(self) -> dict[str, tuple[float, float]]:
+        """The least and the largest ratio of a round: what falls on one round falls on both sides."""
+        ours = self.seconds["ours"]
+        of_rounds = {name: [a / b for a, b in zip(self.seconds[name], ours, strict=True)] for name in self.ratios()}
+        return {name: (min(ratios), max(ratios)) for name, ratios in of_rounds.items()}
+
     def label(self) -> str:
         return f"{self.case}, {dtype_name(self.dtype)}"
 
@@ -365,15 +335,23 @@ class Row:
 
 
 def print_rows(rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
-    """One table: rows of one group, each with its note if there are any."""
+    """One table: rows of one group, each with its note if there are any. Numbers are medians of the rounds; behind them
+    stand the least and the largest."""
     peers = list(dict.fromkeys(name for row in rows for name in row.ratios()))
     probe = rows[0].probe
     # On a GPU calls are a thousand times shorter, and peers close.
     unit, per_second, digits, ratio_digits = ("us", 1e6, 1, 2) if on_cuda() else ("ms", 1e3, 3, 1)
     table = [[rows[0].group, unit, probe.unit, f"of {probe.name}", *(f"vs {name}" for name in peers)]]
     for row in rows:
-        ratios, duration = row.ratios(), f"{median(row.seconds['ours']) * per_second:.{digits}f}"
-        cells = [f"{ratios[name]:.{ratio_digits}f}x" if name in ratios else "-" for name in peers]
+        ours = [seconds * per_second for seconds in row.seconds["ours"]]
+        duration = f"{median(ours):.{digits}f} ({min(ours):.{digits}f}-{max(ours):.{digits}f})"
+        ratios, ranges = row.ratios(), row.ratio_ranges()
+        cells = [
+            f"{ratios[name]:.{ratio_digits}f}x ({'-'.join(f'{end:.{ratio_digits}f}' for end in ranges[name])})"
+            if name in ratios
+            else "-"
+            for name in peers
+        ]
         table.append([row.label(), duration, f"{row.rate():.1f}", f"{row.share():.0%}", *cells])
     print_table(table, notes or [row.note for row in rows])
 

@@ -28,13 +28,12 @@ from harness import (
     cold_bytes,
     hardware,
     make_inputs,
-    matmul_probe,
     prepare,
     print_rows,
-    read_probe,
     tolerance,
     write_json,
 )
+from probes import matmul_probe, read_probe
 from torch import Tensor
 
 SWITCH = "PAGEDATTN_CUDA_WITHOUT"

@@ -21,13 +21,12 @@ from harness import (
     finish,
     hardware,
     make_inputs,
-    matmul_probe,
     parse_args,
-    print_probes,
     print_rows,
     time_interleaved,
     tolerance,
 )
+from probes import matmul_probe, print_probes
 from torch import Tensor
 
 from pagedattn_ext import allocate_kv_cache, ops

@@ -20,11 +20,10 @@ from harness import (
     hardware,
     make_inputs,
     parse_args,
-    print_probes,
     print_rows,
-    read_probe,
     time_interleaved,
 )
+from probes import print_probes, read_probe
 from torch import Tensor
 
 from pagedattn_ext import ops

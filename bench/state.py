@@ -18,17 +18,15 @@ from harness import (
     Probe,
     Row,
     assert_same,
-    copy_probe,
     finish,
     hardware,
     make_inputs,
-    matmul_probe,
     parse_args,
-    print_probes,
     print_rows,
     time_interleaved,
     tolerance,
 )
+from probes import copy_probe, matmul_probe, print_probes
 from torch import Tensor
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan, mamba2_selective_state_update
 from transformers.models.qwen3_next.modeling_qwen3_next import (

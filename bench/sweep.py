@@ -29,10 +29,10 @@ from harness import (
     hardware,
     parse_args,
     print_rows,
-    read_probe,
     time_interleaved,
     tolerance,
 )
+from probes import read_probe
 
 from pagedattn_ext import allocate_kv_cache
 

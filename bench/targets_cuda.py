@@ -15,13 +15,20 @@ from cache import NUM_TOKENS as NUM_CACHE_TOKENS
 from cache import bench as bench_cache
 from elementwise import CASES, NUM_TOKENS
 from elementwise import bench as bench_elementwise
-from harness import Probe, Row, Target, copy_probe, dtype_name, matmul_probe, ratio_target, read_probe, share_target
+from harness import (
+    Probe,
+    Row,
+    Target,
+    dtype_name,
+    ratio_target,
+    share_target,
+)
+from probes import copy_probe, matmul_probe, read_probe
 
 BF16 = torch.bfloat16
 NUM_ROUNDS = 25
 MANY_SEQS, LONG_TOKENS = 64, 1024  # decode is as fast as SDPA from here on
 PROBES: dict[str, Callable[[], Probe]] = {"read": read_probe, "copy": copy_probe, "matmul": partial(matmul_probe, BF16)}
-NOT_MEASURED = "not measured: the factors over vLLM's kernels, which are not peers here"
 
 
 @cache
@@ -52,7 +59,7 @@ def decode_targets(device: str) -> Iterator[Target]:
             yield share_target(name, 0.8, row)
     for model, lengths, seq_lens, dtype in attn.CUDA_FP8_DECODES:
         name = f"decode, {model.name}, {lengths}, {dtype_name(dtype)}"
-        row = later(attn.bench_fp8_decode, model, lengths, seq_lens, dtype, device=device, probe_name="read")
+        row = later(attn.bench_quantized_decode, model, lengths, seq_lens, dtype, device=device, probe_name="read")
         yield ratio_target(name, "bf16 cache", 1.6, row)
 
 
@@ -90,3 +97,7 @@ def copy_targets(device: str) -> Iterator[Target]:
 
 def targets(device: str = "cuda") -> list[Target]:
     return [*decode_targets(device), *prefill_targets(device), *copy_targets(device)]
+
+
+def not_measured() -> str:
+    return "not measured: the factors over vLLM's kernels, which are not peers here"

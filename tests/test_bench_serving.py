@@ -284,7 +284,7 @@ def test_workloads_of_engines(monkeypatch):
         return len(requests), mean(len(request.prompt_token_ids) for request in requests), outputs
 
     exact = {"one": [(1, 128, 128), (1, 128, 32)], "long": [(8, 2048, 64), (2, 512, 16)]}
-    exact |= {f"batch-{size}": [(size, 16, 64), (size, 16, 8)] for size in BATCHES}
+    exact |= {f"batch-{size}": [(size, 16, 64), (size, 4, 16)] for size in BATCHES}
     exact |= {f"first-{length}": [(1, length, 1)] * 2 for length in PROMPTS}
     assert {name: [sizes(name, False), sizes(name, True)] for name in WORKLOAD_NAMES if name != "many"} == exact
     assert "long: 8 of 2048 and 64 (--quick: 2 of 512 and 16)" in describe_workloads()
@@ -332,18 +332,22 @@ class SamplingParams:
         self.token_ids = range(max_tokens)
 class LLM:
     def __init__(self, model, *, skip_tokenizer_init, dtype, **options):
-        assert (model, dtype) == ("MODEL", "bfloat16") and skip_tokenizer_init
+        assert skip_tokenizer_init
         print("whatever a library prints")
+        self.given = model, dtype
     def generate(self, prompts, params, use_tqdm):
         assert [each["prompt_token_ids"] for each in prompts] == [[1, 2], [3]]
+        assert self.given == ("MODEL", "bfloat16")
         return [type("Output", (), {"outputs": [each]}) for each in params]
 """
 
 
-def test_vllm_answers_from_its_own_environment(monkeypatch, tmp_path):
-    """A process of another Python gives tokens, times and settings; a library that does not load gives its error."""
+def test_vllm_answers_from_its_own_environment(monkeypatch, tmp_path, micro_model):
+    """A process of another Python gives tokens, times and settings; a library that does not load gives its error. In
+    8 and 4 bits it gets a checkpoint of that format."""
     monkeypatch.syspath_prepend(str(BENCH))
     from serve.peer_vllm import load
+    from serve.run import engine_options
     from serve.workloads import Request
 
     packages, python = tmp_path / "packages", tmp_path / "python"
@@ -358,6 +362,11 @@ def test_vllm_answers_from_its_own_environment(monkeypatch, tmp_path):
     run = serve([Request([1, 2], 3), Request([3], 1)])
     assert run.token_ids == [[0, 1, 2], [0]]
     assert run.seconds > 0 and run.cpu_seconds >= 0
+    for weight_format in ("int8", "int4"):
+        _, settings = load(micro_model, weight_format, 1, str(tmp_path), str(python))
+        assert settings.startswith(f"dtype={engine_options(weight_format)['dtype']}, ")
+        config = json.loads((tmp_path / f"vllm-{weight_format}" / "config.json").read_text())["quantization_config"]
+        assert config["config_groups"]["group_0"]["weights"]["num_bits"] == int(weight_format[-1])
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What bench/attn.py times: the same sequences in a paged cache and as SDPA takes them."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ class Attention:
 
     def __init__(self, model: Model, seq_lens: list[int], num_queries: int, dtype: torch.dtype) -> None:
         num_seqs = len(seq_lens)
-        self.num_queries = num_queries
+        self.seq_lens, self.num_queries = seq_lens, num_queries
         self.query = torch.randn(num_seqs * num_queries, model.num_heads, model.head_size, dtype=dtype)
         self.query_start_loc = torch.arange(num_seqs + 1, dtype=torch.int32) * num_queries
         self.key, self.value = random_kv(model, seq_lens, dtype)
@@ -133,6 +134,13 @@ class Attention:
 
     def prefill(self) -> Tensor:
         return self.paged.attend(self.query_start_loc)
+
+    @cached_property
+    def paged_nhd(self) -> Paged:
+        return Paged.make(self.query, self.key, self.value, self.seq_lens, self.query.dtype, nhd_block_size=BLOCK_SIZE)
+
+    def prefill_nhd(self) -> Tensor:
+        return self.paged_nhd.attend(self.query_start_loc)
 
     def dense(self) -> Tensor:
         """Of one sequence, over SDPA's keys and values."""
@@ -196,20 +204,30 @@ class NhdDecode:
         return self.chunked.decode()
 
 
-class Fp8Decode:
-    """The same tokens in an fp8 cache and in a bf16 cache; random numbers that both hold exactly."""
+class Quantized:
+    """The last num_queries tokens of each sequence over the same tokens in a cache of 8 bits and in one of bf16. Random
+    numbers that both hold exactly; int8 rounds them."""
 
-    def __init__(self, model: Model, seq_lens: list[int], dtype: torch.dtype) -> None:
-        query = torch.randn(len(seq_lens), model.num_heads, model.head_size, dtype=torch.bfloat16)
-        key, value = (t.to(dtype).bfloat16() for t in random_kv(model, seq_lens, torch.bfloat16))
-        self.fp8 = Paged.make(query, key, value, seq_lens, dtype)
+    def __init__(self, model: Model, seq_lens: list[int], num_queries: int, dtype: torch.dtype) -> None:
+        query = torch.randn(len(seq_lens) * num_queries, model.num_heads, model.head_size, dtype=torch.bfloat16)
+        key, value = random_kv(model, seq_lens, torch.bfloat16)
+        if dtype.is_floating_point:
+            key, value = key.to(dtype).bfloat16(), value.to(dtype).bfloat16()
+        self.query_start_loc = torch.arange(len(seq_lens) + 1, dtype=torch.int32) * num_queries
+        self.quantized = Paged.make(query, key, value, seq_lens, dtype)
         self.bf16 = Paged.make(query, key, value, seq_lens, torch.bfloat16)
 
     def decode(self) -> Tensor:
-        return self.fp8.decode()
+        return self.quantized.decode()
 
     def decode_bf16(self) -> Tensor:
         return self.bf16.decode()
+
+    def prefill(self) -> Tensor:
+        return self.quantized.attend(self.query_start_loc)
+
+    def prefill_bf16(self) -> Tensor:
+        return self.bf16.attend(self.query_start_loc)
 
 
 class Mixed:

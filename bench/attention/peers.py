@@ -1,4 +1,5 @@
-"""The peers of bench/attn.py on a GPU: the backends of torch's SDPA, and FlashInfer where it is installed."""
+"""The peers of bench/attn.py. On a CPU: vLLM's attention, where its kernels are loaded. On a GPU: the backends of
+torch's SDPA, and FlashInfer where it is installed."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -6,6 +7,7 @@ from statistics import median
 from typing import TypeVar
 
 import torch
+import vllm_kernels
 from harness import assert_same, time_interleaved, tolerance
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -22,6 +24,17 @@ BACKENDS = {
 }
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer advises
 MIN_GROUP_FOR_TENSOR_CORES = 4  # as FlashInfer advises
+
+
+def vllm_attention(inputs: Sequence[Attention]) -> dict[str, Decode]:
+    """vLLM's on pages of its own layout; empty where its kernels are not loaded."""
+    if not vllm_kernels.are_loaded():
+        return {}
+    runs: dict[int, Callable[[], Tensor]] = {}
+    for attention in inputs:
+        paged = vllm_kernels.PagedKv(attention.key, attention.value, attention.seq_lens)
+        runs[id(attention)] = paged.attention(attention.query, attention.query_start_loc)
+    return {"vLLM": lambda attention: runs[id(attention)]()}
 
 
 def with_backend(backend: SDPBackend, function: Callable[[T], Tensor]) -> Callable[[T], Tensor]:

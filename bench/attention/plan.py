@@ -2,13 +2,12 @@
 shared, nor how long it searched."""
 
 import ctypes
-import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from compiled import compile_library
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -30,13 +29,10 @@ class Planner:
     library: ctypes.CDLL
 
     @classmethod
-    def compile(cls, directory: Path) -> "Planner":
+    def compile(cls) -> "Planner":
         """Needs a C++ compiler: CXX, or c++. Raises CalledProcessError if it fails."""
-        path = directory / "attention_plan.so"
         sources = [HERE / "plan.cpp", CSRC / "attention/cpu/plan_items.cpp"]
-        options = ["-std=c++20", "-O3", "-fPIC", "-shared", "-I", CSRC]
-        subprocess.run([os.environ.get("CXX", "c++"), *options, *sources, "-o", path], check=True)
-        return cls(ctypes.CDLL(str(path)))
+        return cls(compile_library(sources, "-I", str(CSRC)))
 
     def plan(self, seq_lens: Tensor, block_tables: Tensor, num_heads: int, num_kv_heads: int) -> list[Item]:
         """For one thread, blocks of 16. seq_lens: [num_seqs], block_tables: [num_seqs, blocks], contiguous int32."""

@@ -9,16 +9,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pagedattn_serve.config import QUANTIZATIONS
+from pagedattn_serve.loading.quantize import quantize_checkpoint
 from serve.peers import Loaded
-from serve.run import Run
+from serve.run import Run, engine_options
 from serve.workloads import Request
 
 CACHE_GIB = 4
 PROGRAM = Path(__file__).with_name("vllm_process.py")
 
 
+def last_error(log: str) -> str:
+    """Its last line that names an error; warnings may follow."""
+    lines = log.strip().splitlines() or ["it wrote nothing"]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1]).strip()
+
+
 def load(model: str, weight_format: str, threads: int, made: str, python: str) -> Loaded:
-    """python: of the environment that has vLLM."""
+    """python: of the environment that has vLLM. made: a directory to write to."""
+    dtype = weight_format
+    if weight_format in QUANTIZATIONS:
+        dtype, copy = engine_options(weight_format)["dtype"], str(Path(made) / f"vllm-{weight_format}")
+        quantize_checkpoint(model, copy, weight_format)
+        model = copy
     environment = {
         **os.environ,
         "VLLM_CPU_KVCACHE_SPACE": str(CACHE_GIB),
@@ -31,7 +44,7 @@ def load(model: str, weight_format: str, threads: int, made: str, python: str) -
         environment["LD_PRELOAD"] = tcmalloc
     log = Path(made) / "vllm.log"
     process = subprocess.Popen(
-        [python, "-P", str(PROGRAM), model, weight_format],  # -P: no modules of this folder
+        [python, "-P", str(PROGRAM), model, dtype],  # -P: no modules of this folder
         env={name: value for name, value in environment.items() if name != "PYTHONPATH"},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
     )  # fmt: skip
@@ -42,9 +55,7 @@ def load(model: str, weight_format: str, threads: int, made: str, python: str) -
         process.stdin.flush()
         line = process.stdout.readline()
         if not line:
-            raise RuntimeError(
-                f"its process has ended with {process.wait()}: {log.read_text().strip().splitlines()[-1:]}"
-            )
+            raise RuntimeError(f"its process has ended with {process.wait()}: {last_error(log.read_text())}")
         return json.loads(line)
 
     def serve(requests: list[Request]) -> Run:

@@ -9,12 +9,12 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
 @pytest.fixture(scope="module")
-def planner(tmp_path_factory):
+def planner():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCH))
         from attention.plan import Planner
 
-        yield Planner.compile(tmp_path_factory.mktemp("plan"))
+        yield Planner.compile()
 
 
 def plan(planner, seq_lens: list[int], tables: list[list[int]]) -> list[tuple[int, int, int]]:
