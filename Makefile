@@ -374,7 +374,7 @@ bench: build
 paper: build .venv-paper/ready
 	.venv-paper/bin/python bench/paper.py $(FIGURES) $(if $(FULL),--full)
 
-SOURCES := $(shell find csrc tests/simt tests/arm64 -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := $(shell find csrc bench tests/simt tests/arm64 -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 CLANG_FORMAT := $(BIN)/clang-format --style=file:csrc/.clang-format
 lint: .venv/dev
 	$(BIN)/ruff check .
