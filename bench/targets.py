@@ -5,7 +5,7 @@ Usage: python bench/targets.py [--device cuda] [--only SUBSTRING ...] [--vllm PY
 The targets are in targets_cpu.py and targets_cuda.py; this file measures them, prints and writes.
 
 A percentage is our rate over that of a probe, a factor a peer's time over ours, both timed in the same rounds. The run
-takes some minutes and is sensitive to noise: near a limit, repeat it. The exit status is 0 whether targets are met or
+takes half an hour and is sensitive to noise: near a limit, repeat it. The exit status is 0 whether targets are met or
 not, and 1 if one could not be measured. FILE is written anew after each target: a run that is cut off leaves what it
 has measured, and --go-on measures the rest. A run ends with status 3 where an error has made the GPU useless for its
 process.

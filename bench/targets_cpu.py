@@ -138,7 +138,8 @@ def quantized_prefill(model: Model, num_tokens: int, dtype: torch.dtype) -> Row:
 
 @cache
 def linear_row(name: str, layer: tuple[int, int], num_rows: int, dtype: torch.dtype) -> Row:
-    return linear.bench(name, layer, num_rows, dtype, NUM_ROUNDS, get_read_probe())
+    num_rounds = NUM_ROUNDS if num_rows <= 64 else NUM_LONG_ROUNDS
+    return linear.bench(name, layer, num_rows, dtype, num_rounds, get_read_probe())
 
 
 @cache
