@@ -11,11 +11,18 @@ sides allocate it. fused_add_rms_norm and rotary_embedding_neox work in place; m
 their share can pass 100%. apply_token_bitmask works in place, too; each logit counts once, though many stay as they
 are. The probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them.
 cuda_timing.py says how it is timed on a GPU.
+
+On a CPU a second table has what a call costs beside its kernel: microseconds of a call with a row of 16 numbers. "raw"
+is the op without its function in pagedattn_ext.ops, with the output given. First, everything is in the caches. Then,
+"cold", the call comes after so much other memory that its code and its objects must be fetched as well.
 """
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 
 import torch
 from harness import (
@@ -30,6 +37,7 @@ from harness import (
     parse_args,
     print_probes,
     print_rows,
+    print_table,
     read_probe,
     time_interleaved,
     tolerance,
@@ -43,6 +51,7 @@ NUM_TOKENS = {"cpu": (1, 32, 512), "cuda": (32, 8192)}
 HIDDEN_SIZE = 4096
 INTERMEDIATE_SIZE = 11008
 NUM_HEADS, HEAD_SIZE = 32, 128
+NUM_COLUMNS = 16  # where the call itself is measured
 VOCAB_SIZE = 32000
 EPSILON = 1e-6
 
@@ -193,6 +202,53 @@ def on_copies(function: Callable[[Inputs], object]) -> Callable[[Inputs], object
     return lambda inputs: function(tuple(tensor.clone() for tensor in inputs))
 
 
+def bench_calls(num_rounds: int, probe: Probe) -> dict[str, dict[str, list[float]]]:
+    """Seconds of calls that have next to nothing to compute."""
+    raw_norm, raw_add, raw_silu = (
+        getattr(torch.ops.pagedattn_ext, name).default for name in ("rms_norm", "fused_add_rms_norm", "silu_and_mul")
+    )
+    input, residual, weight, out = torch.randn(4, 1, NUM_COLUMNS).unbind()
+    weight = weight[0]
+    half = out[:, : NUM_COLUMNS // 2]
+    norm = partial(F.rms_norm, normalized_shape=(NUM_COLUMNS,), weight=weight, eps=EPSILON)
+    calls: dict[str, dict[str, Callable[[object], object]]] = {
+        "rms_norm": {
+            "ours": lambda _: ops.rms_norm(input, weight, EPSILON),
+            "raw": lambda _: raw_norm(out, input, weight, EPSILON),
+            "torch": lambda _: norm(input),
+        },
+        "fused_add_rms_norm": {
+            "ours": lambda _: ops.fused_add_rms_norm(input, residual, weight, EPSILON),
+            "raw": lambda _: raw_add(input, residual, weight, EPSILON),
+            "torch": lambda _: norm(input + residual),
+        },
+        "silu_and_mul": {
+            "ours": lambda _: ops.silu_and_mul(input),
+            "raw": lambda _: raw_silu(half, input),
+            "torch": lambda _: silu_and_mul_eager((input,)),
+        },
+    }
+    seconds = {}
+    for name, functions in calls.items():
+        cold = {f"{who}, cold": cold_seconds(function, num_rounds, probe) for who, function in functions.items()}
+        seconds[name] = {**time_interleaved(functions, [None], num_rounds), **cold}
+    columns = list(seconds["rms_norm"])
+    cells = [[name, *(f"{median(times[column]) * 1e6:.1f}" for column in columns)] for name, times in seconds.items()]
+    print_table([[f"us of a call, {NUM_COLUMNS} columns", *columns], *cells])
+    return seconds
+
+
+def cold_seconds(function: Callable[[object], object], num_rounds: int, probe: Probe) -> list[float]:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter  # as time_interleaved
+    seconds = []
+    for _ in range(num_rounds):
+        probe.run(None)
+        started = clock()
+        function(None)
+        seconds.append(clock() - started)
+    return seconds
+
+
 def main() -> None:
     args = parse_args(__doc__.splitlines()[0])
     facts = hardware(args.device)
@@ -210,7 +266,8 @@ def main() -> None:
         for cached in in_cache
     ]
     print_rows(rows)
-    finish(args, facts, rows)
+    calls = bench_calls(num_rounds, probe) if args.device == "cpu" else {}
+    finish(args, facts, rows, calls=calls)
 
 
 if __name__ == "__main__":
