@@ -210,20 +210,17 @@ def ops_of(call: Call) -> Call:
     """The ops that the call runs, with the same arguments."""
     calls = []
 
-    class Recorder:
-        def __getattr__(self, name: str) -> Any:
-            op = getattr(torch.ops.pagedattn_ext, name).default
+    def recorded(op: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            calls.append(partial(op, *args, **kwargs))
+            return op(*args, **kwargs)
 
-            def record(*args: Any, **kwargs: Any) -> Any:
-                calls.append(partial(op, *args, **kwargs))
-                return op(*args, **kwargs)
+        return record
 
-            record.default = record  # type: ignore[attr-defined]
-            return record
-
-    _call.raw_ops = Recorder()
+    overloads = _call.overloads
+    _call.overloads = {name: recorded(op) for name, op in overloads.items()}
     call()
-    _call.raw_ops = torch.ops.pagedattn_ext
+    _call.overloads = overloads
 
     def replay() -> None:
         for run_op in calls:

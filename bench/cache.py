@@ -2,9 +2,9 @@
 
 Usage: python bench/cache.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
 
-GB/s counts every byte that is read and every byte that is written; the share is of tensor.copy_. 32 tokens are a decode
-step, each in a block of its own; more tokens are a prompt, in runs of a block. Blocks are drawn at random. Caches and
-the probe's memory lie in huge pages where the system grants them.
+GB/s counts every byte that is read and every byte that is written; the share is of tensor.copy_. Up to 64 tokens are a
+decode step, each in a block of its own; more tokens are a prompt, in runs of a block. Blocks are drawn at random.
+Caches and the probe's memory lie in huge pages where the system grants them.
 
 On a GPU (cuda_timing.py says how it is timed) blocks are also swapped with pinned memory. There GB/s counts a byte
 once, the share is of one copy of as many bytes, and each call is launched by itself, without a CUDA graph.
@@ -35,7 +35,8 @@ from pagedattn_ext import allocate_kv_cache, ops
 
 BLOCK_SIZE, HEAD_SIZE = 16, 128
 NUM_HEADS = (32, 8)
-NUM_TOKENS = {"cpu": (32, 512), "cuda": (32, 8192)}
+NUM_TOKENS = {"cpu": (1, 8, 32, 64, 512), "cuda": (32, 8192)}
+MAX_DECODED = 64
 NUM_PAIRS = {"cpu": 128, "cuda": 1024}
 
 
@@ -66,7 +67,7 @@ class Tokens:
     def make(cls, pool: Pool, num_tokens: int) -> "Tokens":
         key, value = torch.randn(2, num_tokens, pool.num_kv_heads, HEAD_SIZE, dtype=pool.dtype)
         blocks = torch.randperm(pool.num_blocks)
-        if num_tokens <= 32:
+        if num_tokens <= min(MAX_DECODED, pool.num_blocks):
             slots = blocks[:num_tokens] * BLOCK_SIZE + torch.randint(BLOCK_SIZE, (num_tokens,))
         else:
             slots = (blocks[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten()[:num_tokens]

@@ -1,7 +1,7 @@
 """Norms, activations, rotary embedding and token masks, beside what torch offers for them.
 
-Usage: python bench/elementwise.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--json FILE]
-       [--plot FILE.png]
+Usage: python bench/elementwise.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--vllm PYTHON]
+       [--json FILE] [--plot FILE.png]
 
 On a CPU each row is printed twice. First, inputs and outputs are in no cache. Then, "in cache", they are those of the
 calls just before, as far as the caches hold them, as a model's layers leave their activations to each other.
@@ -10,14 +10,22 @@ GB/s counts each input and output once; the share is of tensor.copy_ from memory
 sides allocate it. fused_add_rms_norm and rotary_embedding_neox work in place; memory then moves one stream less, so
 their share can pass 100%. apply_token_bitmask works in place, too; each logit counts once, though many stay as they
 are. The probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them.
-cuda_timing.py says how it is timed on a GPU.
+cuda_timing.py says how it is timed on a GPU. With --vllm (vllm_kernels.py), vLLM's kernels are peers where it has them.
+
+On a CPU a second table has what a call costs beside its kernel: microseconds of a call with a row of 16 numbers. "raw"
+is the op without its function in pagedattn_ext.ops, with the output given. First, everything is in the caches. Then,
+"cold", the call comes after so much other memory that its code and its objects must be fetched as well.
 """
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 
 import torch
+import vllm_kernels
 from harness import (
     Probe,
     Row,
@@ -28,6 +36,7 @@ from harness import (
     make_inputs,
     parse_args,
     print_rows,
+    print_table,
     time_interleaved,
     tolerance,
 )
@@ -41,6 +50,7 @@ NUM_TOKENS = {"cpu": (1, 32, 512), "cuda": (32, 8192)}
 HIDDEN_SIZE = 4096
 INTERMEDIATE_SIZE = 11008
 NUM_HEADS, HEAD_SIZE = 32, 128
+NUM_COLUMNS = 16  # where the call itself is measured
 VOCAB_SIZE = 32000
 EPSILON = 1e-6
 
@@ -54,6 +64,7 @@ class Case:
     ours: Callable[[Inputs], object]
     theirs: Callable[[Inputs], object]
     num_elements: Callable[[int], int]  # read and written, of a number of tokens
+    vllm: Callable[[Inputs], object] | None = None
 
 
 def make_norm(num_tokens: int, dtype: torch.dtype) -> Inputs:
@@ -106,6 +117,24 @@ def rotary_eager(inputs: Inputs) -> Inputs:
     return rotated(query), rotated(key)
 
 
+def rms_norm_vllm(inputs: Inputs) -> Tensor:
+    hidden, _, weight = inputs
+    out = torch.empty_like(hidden)
+    torch.ops._C.rms_norm(out, hidden, weight, EPSILON)
+    return out
+
+
+def fused_add_rms_norm_vllm(inputs: Inputs) -> Inputs:
+    torch.ops._C.fused_add_rms_norm(*inputs, EPSILON)
+    return inputs[:2]
+
+
+def silu_and_mul_vllm(inputs: Inputs) -> Tensor:
+    out = inputs[0].new_empty(len(inputs[0]), INTERMEDIATE_SIZE)
+    torch.ops._C.silu_and_mul(out, inputs[0])
+    return out
+
+
 CASES = [
     Case(
         "rms_norm",
@@ -113,6 +142,7 @@ CASES = [
         lambda t: ops.rms_norm(t[0], t[2], EPSILON),
         lambda t: F.rms_norm(t[0], (HIDDEN_SIZE,), t[2], EPSILON),
         lambda num_tokens: (2 * num_tokens + 1) * HIDDEN_SIZE,
+        rms_norm_vllm,
     ),
     Case(
         "fused_add_rms_norm",
@@ -120,6 +150,7 @@ CASES = [
         lambda t: ops.fused_add_rms_norm(*t, EPSILON),
         fused_add_rms_norm_eager,
         lambda num_tokens: (4 * num_tokens + 1) * HIDDEN_SIZE,
+        fused_add_rms_norm_vllm,
     ),
     Case(
         "gemma_rms_norm",
@@ -141,6 +172,7 @@ CASES = [
         lambda t: ops.silu_and_mul(t[0]),
         silu_and_mul_eager,
         lambda num_tokens: 3 * num_tokens * INTERMEDIATE_SIZE,
+        silu_and_mul_vllm,
     ),
     Case(
         "gelu_new",
@@ -180,6 +212,8 @@ def bench(
     bytes_apart = cold_bytes(device) if in_cache else num_bytes // 2
     inputs = make_inputs(lambda: case.make(num_tokens, dtype), bytes_apart, device)
     functions = {"ours": case.ours, "torch": case.theirs}
+    if case.vllm is not None and vllm_kernels.are_loaded():
+        functions["vLLM"] = case.vllm
     assert_same({name: on_copies(function) for name, function in functions.items()}, inputs[0], tolerance(dtype))
     seconds = time_interleaved({**functions, "probe": probe.run}, inputs, num_rounds, in_cache=in_cache)
     name = f"{case.name}, {num_tokens} token{'s' * (num_tokens > 1)}{', in cache' * in_cache}"
@@ -191,8 +225,55 @@ def on_copies(function: Callable[[Inputs], object]) -> Callable[[Inputs], object
     return lambda inputs: function(tuple(tensor.clone() for tensor in inputs))
 
 
+def bench_calls(num_rounds: int, probe: Probe) -> dict[str, dict[str, list[float]]]:
+    """Seconds of calls that have next to nothing to compute."""
+    raw_norm, raw_add, raw_silu = (
+        getattr(torch.ops.pagedattn_ext, name).default for name in ("rms_norm", "fused_add_rms_norm", "silu_and_mul")
+    )
+    input, residual, weight, out = torch.randn(4, 1, NUM_COLUMNS).unbind()
+    weight = weight[0]
+    half = out[:, : NUM_COLUMNS // 2]
+    norm = partial(F.rms_norm, normalized_shape=(NUM_COLUMNS,), weight=weight, eps=EPSILON)
+    calls: dict[str, dict[str, Callable[[object], object]]] = {
+        "rms_norm": {
+            "ours": lambda _: ops.rms_norm(input, weight, EPSILON),
+            "raw": lambda _: raw_norm(out, input, weight, EPSILON),
+            "torch": lambda _: norm(input),
+        },
+        "fused_add_rms_norm": {
+            "ours": lambda _: ops.fused_add_rms_norm(input, residual, weight, EPSILON),
+            "raw": lambda _: raw_add(input, residual, weight, EPSILON),
+            "torch": lambda _: norm(input + residual),
+        },
+        "silu_and_mul": {
+            "ours": lambda _: ops.silu_and_mul(input),
+            "raw": lambda _: raw_silu(half, input),
+            "torch": lambda _: silu_and_mul_eager((input,)),
+        },
+    }
+    seconds = {}
+    for name, functions in calls.items():
+        cold = {f"{who}, cold": cold_seconds(function, num_rounds, probe) for who, function in functions.items()}
+        seconds[name] = {**time_interleaved(functions, [None], num_rounds), **cold}
+    columns = list(seconds["rms_norm"])
+    cells = [[name, *(f"{median(times[column]) * 1e6:.1f}" for column in columns)] for name, times in seconds.items()]
+    print_table([[f"us of a call, {NUM_COLUMNS} columns", *columns], *cells])
+    return seconds
+
+
+def cold_seconds(function: Callable[[object], object], num_rounds: int, probe: Probe) -> list[float]:
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter  # as time_interleaved
+    seconds = []
+    for _ in range(num_rounds):
+        probe.run(None)
+        started = clock()
+        function(None)
+        seconds.append(clock() - started)
+    return seconds
+
+
 def main() -> None:
-    args = parse_args(__doc__.splitlines()[0])
+    args = parse_args(__doc__.splitlines()[0], has_peers_of_vllm=True)
     facts = hardware(args.device)
     cases = [(case, num_tokens) for case in CASES for num_tokens in NUM_TOKENS[args.device]]
     in_cache = [False, True] if args.device == "cpu" else [False]
@@ -208,7 +289,8 @@ def main() -> None:
         for cached in in_cache
     ]
     print_rows(rows)
-    finish(args, facts, rows)
+    calls = bench_calls(num_rounds, probe) if args.device == "cpu" else {}
+    finish(args, facts, rows, calls=calls)
 
 
 if __name__ == "__main__":

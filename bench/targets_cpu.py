@@ -308,6 +308,11 @@ def elementwise_targets() -> Iterator[Target]:
             return f"(cold: {cold.ratios()['torch']:.2f}x, {cold.share():.0%} of the copy probe)"
 
         yield ratio_target(name, "torch", required, partial(row, True), peer, when_cold)
+    if vllm_kernels.are_loaded():
+        for op in ("rms_norm", "fused_add_rms_norm", "silu_and_mul"):
+            for dtype in DTYPES:
+                name = f"{op}, 1 token, {dtype_name(dtype)}"
+                yield ratio_target(name, "vLLM", 1, partial(elementwise, op, 1, dtype, True))
 
 
 def cache_targets() -> Iterator[Target]:
@@ -318,6 +323,10 @@ def cache_targets() -> Iterator[Target]:
                 return cache_rows(num_kv_heads, dtype)[label]
 
             size = f"{num_kv_heads}x128, {dtype_name(dtype)}"
+            for num_tokens in (1, 8, 32, 64):
+                for op in ("reshape_and_cache", "reshape_and_cache nhd"):
+                    name = f"{op}, {num_tokens} tokens, {size}"
+                    yield ratio_target(name, "torch", 1, partial(cache_row, name), "index_put")
             name = f"reshape_and_cache, 512 tokens, {size}"
             yield ratio_target(name, "torch", 2, partial(cache_row, name), "index_put")
             for name in (f"copy_blocks, 128 pairs, {size}", f"swap_blocks, 128 pairs, {size}"):

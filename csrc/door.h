@@ -11,6 +11,7 @@
 #include <torch/headeronly/util/shim_utils.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -56,6 +57,27 @@ struct RowView {
   int64_t width;   // elements in a row, contiguous
   int64_t stride;  // elements from one row to the next
 };
+
+// The dtype of a tensor. tensor.scalar_type() asks torch's library what number each dtype has there, one after the
+// other, until one is the tensor's. Here the numbers of the dtypes that ops know are asked for once.
+inline ScalarType dtype_of(const Tensor& tensor) {
+  constexpr std::array KNOWN{ScalarType::Float,         ScalarType::BFloat16,   ScalarType::Half, ScalarType::Long,
+                             ScalarType::Int,           ScalarType::Bool,       ScalarType::Char, ScalarType::Byte,
+                             ScalarType::Float8_e4m3fn, ScalarType::Float8_e5m2};
+  static const auto NUMBERS = [&] {
+    std::array<int32_t, KNOWN.size()> numbers{};
+    for (size_t i = 0; i < KNOWN.size(); ++i) {
+      numbers[i] = torch::stable::detail::to<int32_t>(torch::stable::detail::from(KNOWN[i]));
+    }
+    return numbers;
+  }();
+  int32_t number = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  for (size_t i = 0; i < KNOWN.size(); ++i) {
+    if (NUMBERS[i] == number) return KNOWN[i];
+  }
+  return tensor.scalar_type();
+}
 
 inline std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
@@ -116,6 +138,14 @@ inline bool is_on_cuda([[maybe_unused]] const Tensor& tensor) {
 #endif
 }
 
+inline bool is_on_cuda([[maybe_unused]] const Device& device) {
+#if defined(PAGEDATTN_SIMT)
+  return true;
+#else
+  return device.is_cuda();
+#endif
+}
+
 // The tensor in memory that the CPU can read. Waits for the GPU if the tensor must be copied.
 inline Tensor on_host(const Tensor& tensor) {
   return tensor.is_cpu() ? tensor : torch::stable::to(tensor, Device(DeviceType::CPU));
@@ -138,14 +168,15 @@ struct HostValues {
   std::optional<Tensor> fetched;  // has `data`, if it comes from a GPU
 };
 
-// The checks of one op's arguments.
+// The checks of one op's arguments. Each question about a tensor is a call of torch's library, and there are dozens. So
+// the first question is one whose answer settles the matter for most tensors: are they on the CPU, are they contiguous?
 class Door {
  public:
   // The op runs on the device of `first`, and its other tensors must be there.
   Door(const char* op, const Tensor& first)
       : op_(op),
         device_(first.defined() ? first.device() : Device(DeviceType::CPU)),
-        runs_on_cuda_(is_on_cuda(first)) {}
+        runs_on_cuda_(is_on_cuda(device_)) {}
 
   const Device& device() const { return device_; }
   bool runs_on_cuda() const { return runs_on_cuda_; }
@@ -182,15 +213,16 @@ class Door {
   // A tensor on the op's device.
   void present(const char* argument, const Tensor& tensor) const {
     defined(argument, tensor);
+    if (device_.is_cpu() && tensor.is_cpu()) return;
     const Device device = tensor.device();
-    const bool same = device.type() == device_.type() && (device.is_cpu() || device.index() == device_.index());
+    const bool same = device.type() == device_.type() && device.index() == device_.index();
     check(same, argument, "expected a tensor on ", device_, ", got one on ", device);
   }
 
   // float32, float16 or bfloat16.
   DType float_dtype(const char* argument, const Tensor& tensor) const {
     present(argument, tensor);
-    switch (tensor.scalar_type()) {
+    switch (dtype_of(tensor)) {
       case ScalarType::Float:
         return DType::FLOAT32;
       case ScalarType::Half:
@@ -198,7 +230,7 @@ class Door {
       case ScalarType::BFloat16:
         return DType::BFLOAT16;
       default:
-        fail<TypeError>(argument, "expected dtype float32, float16 or bfloat16, got ", tensor.scalar_type());
+        fail<TypeError>(argument, "expected dtype float32, float16 or bfloat16, got ", dtype_of(tensor));
     }
   }
 
@@ -210,15 +242,15 @@ class Door {
   // The same for a tensor that may be on another device.
   void dtype_anywhere(const char* argument, const Tensor& tensor, ScalarType expected) const {
     defined(argument, tensor);
-    check_type(tensor.scalar_type() == expected, argument, "expected dtype ", expected, ", got ", tensor.scalar_type());
+    check_type(dtype_of(tensor) == expected, argument, "expected dtype ", expected, ", got ", dtype_of(tensor));
   }
 
   // The elements of a tensor of int32 or int64, which may be on another device.
   Indices indices(const char* argument, const Tensor& tensor) const {
     defined(argument, tensor);
-    const bool are_int64 = tensor.scalar_type() == ScalarType::Long;
-    check_type(are_int64 || tensor.scalar_type() == ScalarType::Int, argument, "expected dtype int32 or int64, got ",
-               tensor.scalar_type());
+    const bool are_int64 = dtype_of(tensor) == ScalarType::Long;
+    check_type(are_int64 || dtype_of(tensor) == ScalarType::Int, argument, "expected dtype int32 or int64, got ",
+               dtype_of(tensor));
     return {tensor.const_data_ptr(), are_int64};
   }
 
@@ -241,7 +273,7 @@ class Door {
 
   // Dimensions from `first_dim` on are contiguous; the dimensions before it may have any stride.
   void contiguous_from(const char* argument, const Tensor& tensor, int64_t first_dim) const {
-    if (tensor.numel() == 0) return;
+    if (tensor.is_contiguous() || tensor.numel() == 0) return;
     int64_t expected = 1;
     for (int64_t dim = tensor.dim() - 1; dim >= first_dim; --dim) {
       check(tensor.size(dim) == 1 || tensor.stride(dim) == expected, argument, "expected dimensions from ", first_dim,
@@ -266,8 +298,10 @@ class Door {
   RowView rows(const char* argument, const Tensor& tensor) const {
     check(tensor.dim() >= 1, argument, "expected at least 1 dimension, got 0");
     const int64_t last = tensor.dim() - 1;
+    const int64_t width = tensor.size(last);
+    if (width > 0 && tensor.is_contiguous()) return {tensor.numel() / width, width, width};
     contiguous_from(argument, tensor, last);
-    return rows_before(argument, tensor, last, tensor.size(last));
+    return rows_before(argument, tensor, last, width);
   }
 
   // The dimensions before `first_dim` as rows of one stride; the dimensions from `first_dim` on lie within `width`
@@ -309,7 +343,7 @@ class Door {
 
   // Any strides that keep all elements apart: the elements along the dimensions of smaller strides lie within a stride.
   void written_elements(const char* argument, const Tensor& tensor) const {
-    if (tensor.numel() == 0) return;
+    if (tensor.is_contiguous() || tensor.numel() == 0) return;
     std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
     for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
       if (tensor.size(dim) > 1) dims.emplace_back(tensor.stride(dim), tensor.size(dim));

@@ -51,7 +51,7 @@ struct PagedCache {
 
 inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::string& kv_cache_dtype) {
   door.defined("key_cache", key_cache);
-  const ScalarType dtype = key_cache.scalar_type();
+  const ScalarType dtype = dtype_of(key_cache);
   const auto float8 = [&](DType result, ScalarType expected) {
     door.check_type(dtype == expected || dtype == ScalarType::Byte, "key_cache", "expected dtype ", expected,
                     " or uint8 (kv_cache_dtype is \"", kv_cache_dtype, "\"), got ", dtype);
@@ -144,10 +144,10 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
              "expected 5 dimensions [num_blocks, num_kv_heads, head_size / x, block_size, x], or 4 dimensions "
              "[num_blocks, block_size, num_kv_heads, head_size], got ",
              key_cache.dim(), " (shape ", key_cache.sizes(), ")");
-  door.dtype("value_cache", value_cache, key_cache.scalar_type());
+  door.dtype("value_cache", value_cache, dtype_of(key_cache));
   if (cache.dtype == DType::INT8) {
     door.check(!door.runs_on_cuda(), "key_cache", "expected another dtype on a GPU (int8 caches are for the CPU), got ",
-               key_cache.scalar_type());
+               dtype_of(key_cache));
     door.check(key_cache.dim() == 5, "key_cache",
                "expected 5 dimensions [num_blocks, num_kv_heads, head_size / x, block_size, x] of dtype int8, got ",
                key_cache.dim(), " (shape ", key_cache.sizes(), ")");
@@ -168,7 +168,7 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
 // be fp32, fp16 or bf16.
 inline DType check_meets_cache(const Door& door, const char* argument, const Tensor& tensor, const PagedCache& cache,
                                const Tensor& key_cache) {
-  if (!has_8_bits(cache.dtype)) door.dtype(argument, tensor, key_cache.scalar_type());
+  if (!has_8_bits(cache.dtype)) door.dtype(argument, tensor, dtype_of(key_cache));
   return door.float_dtype(argument, tensor);
 }
 

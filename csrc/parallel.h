@@ -30,6 +30,7 @@ template <typename Body>
 void parallel_for_rows(int64_t num_rows, int64_t elements_per_row, const Body& body) {
   if (num_rows == 0 || elements_per_row == 0) return;
   const int64_t grain = std::max<int64_t>(1, PARALLEL_GRAIN / elements_per_row);
+  if (num_rows <= grain) return body(0, num_rows);
   torch::stable::parallel_for(0, num_rows, grain, body);
 }
 

@@ -34,7 +34,8 @@ class OpTable:
     def select(self, device: str) -> None:
         """For the raw ops and for their wrappers."""
         self.namespace = "pagedattn_simt" if device == "simt" else "pagedattn_ext"
-        pagedattn_ext.ops._call.raw_ops = getattr(torch.ops, self.namespace)
+        names = [name for name in pagedattn_ext.ops.__all__ if hasattr(self, name)]
+        pagedattn_ext.ops._call.overloads = {name: getattr(self, name).default for name in names}
         capability = device.removeprefix("cpu-") if device in EVERY_CPU else ""
         if capability != self.capability:
             _C.set_cpu_capability(capability)

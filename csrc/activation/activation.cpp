@@ -6,6 +6,19 @@
 namespace pagedattn {
 namespace {
 
+// `input_sizes`, but for the last dimension.
+void check_out_shape(const Door& door, const Tensor& out, IntHeaderOnlyArrayRef input_sizes, int64_t width) {
+  const auto sizes = out.sizes();
+  const size_t num_leading = input_sizes.size() - 1;
+  if (sizes.size() == input_sizes.size() && sizes[num_leading] == width &&
+      std::equal(sizes.begin(), sizes.end() - 1, input_sizes.begin())) {
+    return;
+  }
+  std::vector<int64_t> expected(input_sizes.begin(), input_sizes.end());
+  expected.back() = width;
+  door.shape("out", out, expected);
+}
+
 // `input_widths` is how many times wider than `out` the rows of `input` are.
 ActivationParams check_activation(const Door& door, const Tensor& out, const Tensor& input, int64_t input_widths) {
   ActivationParams params{};
@@ -15,10 +28,8 @@ ActivationParams check_activation(const Door& door, const Tensor& out, const Ten
              input.sizes());
   params.width = input_rows.width / input_widths;
 
-  std::vector<int64_t> out_sizes(input.sizes().begin(), input.sizes().end());
-  out_sizes.back() = params.width;
-  door.dtype("out", out, input.scalar_type());
-  door.shape("out", out, out_sizes);
+  door.dtype("out", out, dtype_of(input));
+  check_out_shape(door, out, input.sizes(), params.width);
 
   params.num_rows = input_rows.num_rows;
   params.input = input.const_data_ptr();

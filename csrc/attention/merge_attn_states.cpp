@@ -18,7 +18,7 @@ void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, 
   params.num_heads = prefix_output.size(1);
   params.head_size = prefix_output.size(2);
   const auto check_output = [&](const char* argument, const Tensor& tensor) {
-    door.dtype(argument, tensor, prefix_output.scalar_type());
+    door.dtype(argument, tensor, dtype_of(prefix_output));
     door.shape(argument, tensor, prefix_output.sizes());
     door.contiguous(argument, tensor);
   };

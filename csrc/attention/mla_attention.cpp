@@ -30,7 +30,7 @@ void set_queries_and_caches(const Door& door, const Tensor& q_nope, const Tensor
   door.check(params.latent_size > 0 && params.latent_size <= MAX_HEAD_SIZE, "q_nope", "expected a latent of 1 to ",
              MAX_HEAD_SIZE, " numbers, got ", params.latent_size, " (shape ", q_nope.sizes(), ")");
   const auto check_tensor = [&](const char* argument, const Tensor& tensor, std::initializer_list<int64_t> shape) {
-    door.dtype(argument, tensor, q_nope.scalar_type());
+    door.dtype(argument, tensor, dtype_of(q_nope));
     door.shape(argument, tensor, shape);
   };
   check_tensor("q_pe", q_pe, {params.num_tokens, params.num_heads, ANY});

@@ -240,7 +240,7 @@ Checked<PagedCheck> check_decode(const Door& door, Tensor& out, const Tensor& qu
              " (as in key_cache), got ", num_kv_heads);
   door.check(block_size == params.block_size, "block_size", "expected ", params.block_size, " (as in key_cache), got ",
              block_size);
-  door.dtype("out", out, query.scalar_type());
+  door.dtype("out", out, dtype_of(query));
   door.shape("out", out, query.sizes());
   door.written_from_1("out", out);
   params.out = out.mutable_data_ptr();
@@ -307,7 +307,7 @@ void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tenso
              " tokens, got shape ", exp_sums.sizes());
   door.dtype("max_logits", max_logits, ScalarType::Float);
   door.shape("max_logits", max_logits, exp_sums.sizes());
-  door.dtype("tmp_out", tmp_out, query.scalar_type());
+  door.dtype("tmp_out", tmp_out, dtype_of(query));
   door.shape("tmp_out", tmp_out, {params.num_seqs, params.num_heads, num_partitions, params.head_size});
   run(door, query, checked);
 }
@@ -400,7 +400,7 @@ std::tuple<Tensor, Tensor> varlen_attention(const Tensor& query, const Tensor& k
   params.logit_scale = door.finite("scale", scale);
   params.value_scale = 1.0f;
   params.dtype = params.cache_dtype = door.float_dtype("query", query);
-  set_keys_and_values(door, key, value, query.scalar_type(), params);
+  set_keys_and_values(door, key, value, dtype_of(query), params);
   set_query(door, query, params, /*in_sequences=*/false);
   params.sinks = door.per_head("sinks", sinks, params.num_heads);
 

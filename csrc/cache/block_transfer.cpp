@@ -259,7 +259,7 @@ void swap_blocks(const Tensor& src, Tensor& dst, const Tensor& block_mapping) {
   door.defined("src", src);
   door.check(src.dim() >= 2, "src", "expected [num_blocks, ...], got shape ", src.sizes());
   door.contiguous_from("src", src, src.dim() - 1);
-  door.dtype_anywhere("dst", dst, src.scalar_type());
+  door.dtype_anywhere("dst", dst, dtype_of(src));
   door.check(dst.dim() == src.dim(), "dst", "expected blocks shaped like those of src ", src.sizes(), ", got ",
              dst.sizes());
   for (int64_t dim = 1; dim < src.dim(); ++dim) {

@@ -14,7 +14,7 @@ void concat_and_cache_mla(const Tensor& kv_c, const Tensor& k_pe, Tensor& kv_cac
   params.num_tokens = slot_mapping.size(0);
   // Frameworks pad batches: the tokens at the end that have no slot are left out.
   const auto check_rows = [&](const char* argument, const Tensor& rows) {
-    door.dtype(argument, rows, kv_cache.scalar_type());
+    door.dtype(argument, rows, dtype_of(kv_cache));
     door.shape(argument, rows, {ANY, ANY});
     door.check(rows.size(0) >= params.num_tokens, argument, "expected at least ", params.num_tokens,
                " tokens (as in slot_mapping), got shape ", rows.sizes());

@@ -70,7 +70,7 @@ void write_tokens(const Door& door, const Tensor& key, const Tensor& value, Tens
   const int64_t num_tokens = is_padded ? key.size(0) : params.num_tokens;
   const bool in_sequences = shape == TokenShape::IN_SEQUENCES;
   const RowView key_rows = check_rows(door, "key", key, num_tokens, cache, in_sequences);
-  door.dtype("value", value, key.scalar_type());
+  door.dtype("value", value, dtype_of(key));
   const RowView value_rows = check_rows(door, "value", value, num_tokens, cache, in_sequences);
   check_written_cache(door, "key_cache", key_cache, cache.layout);
   check_written_cache(door, "value_cache", value_cache, cache.layout);
@@ -116,9 +116,9 @@ void gather_cached_kv(Tensor& key, Tensor& value, const Tensor& key_cache, const
   GatherCachedKvParams params{};
   params.slot_mapping = check_slots(door, slot_mapping);
   params.num_tokens = slot_mapping.size(0);
-  door.dtype("key", key, key_cache.scalar_type());
+  door.dtype("key", key, dtype_of(key_cache));
   const RowView key_rows = check_rows(door, "key", key, params.num_tokens, cache);
-  door.dtype("value", value, key_cache.scalar_type());
+  door.dtype("value", value, dtype_of(key_cache));
   const RowView value_rows = check_rows(door, "value", value, params.num_tokens, cache);
   door.written_from_1("key", key);
   door.written_from_1("value", value);

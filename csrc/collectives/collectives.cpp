@@ -172,7 +172,7 @@ void all_gather_shared(Tensor& out, const Tensor& input, int64_t group) {
   params.width = sizes.back();
   params.num_rows = params.width == 0 ? 0 : input.numel() / params.width;
   sizes.back() *= opened->world_size();
-  door.dtype("out", out, input.scalar_type());
+  door.dtype("out", out, dtype_of(input));
   door.shape("out", out, IntHeaderOnlyArrayRef(sizes.data(), sizes.size()));
   door.contiguous("out", out);
   door.other_memory("out", out, "input", input);

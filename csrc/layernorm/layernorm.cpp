@@ -10,8 +10,9 @@ namespace {
 RowPlaces check_rows(const Door& door, const char* argument, const Tensor& tensor) {
   door.check(tensor.dim() >= 1, argument, "expected at least 1 dimension, got 0");
   const int64_t last = tensor.dim() - 1;
-  door.contiguous_from(argument, tensor, last);
   RowPlaces rows{1, tensor.size(last), 0};
+  if (rows.stride > 0 && tensor.is_contiguous()) return {tensor.numel() / rows.stride, rows.stride, 0};
+  door.contiguous_from(argument, tensor, last);
   int64_t num_groups = 1;
   for (int64_t dim = last - 1; dim >= 0; --dim) {
     const int64_t size = tensor.size(dim);
@@ -57,14 +58,14 @@ RmsNormParams check_rms_norm(const Door& door, const Tensor& input, const Tensor
                              bool adds_one) {
   RmsNormParams params{};
   check_norm(door, params, input, epsilon);
-  params.weight = check_columns(door, "weight", weight, input.scalar_type(), params.hidden_size);
+  params.weight = check_columns(door, "weight", weight, dtype_of(input), params.hidden_size);
   params.adds_one = adds_one;
   return params;
 }
 
 // The rows of an output or residual that must look like `input`.
 RowPlaces check_like(const Door& door, const char* argument, const Tensor& tensor, const Tensor& input) {
-  door.dtype(argument, tensor, input.scalar_type());
+  door.dtype(argument, tensor, dtype_of(input));
   door.shape(argument, tensor, input.sizes());
   door.written_elements(argument, tensor);
   return check_rows(door, argument, tensor);
@@ -116,9 +117,9 @@ void layer_norm(Tensor& out, const Tensor& input, const Tensor& weight, const Te
   LayerNormParams params{};
   check_norm(door, params, input, epsilon);
   door.present("weight", weight);
-  const ScalarType weight_dtype = weight.scalar_type();
-  const bool is_like_input = weight_dtype == input.scalar_type();
-  door.check_type(is_like_input || weight_dtype == ScalarType::Float, "weight", "expected dtype ", input.scalar_type(),
+  const ScalarType weight_dtype = dtype_of(weight);
+  const bool is_like_input = weight_dtype == dtype_of(input);
+  door.check_type(is_like_input || weight_dtype == ScalarType::Float, "weight", "expected dtype ", dtype_of(input),
                   params.dtype == DType::FLOAT32 ? "" : " or float32", ", got ", weight_dtype);
   params.weight_dtype = is_like_input ? params.dtype : DType::FLOAT32;
   params.weight = check_columns(door, "weight", weight, weight_dtype, params.hidden_size);

@@ -37,7 +37,7 @@ void pack_linear_weight(Tensor& out, const Tensor& weight) {
   params.weight = weight.const_data_ptr();
   params.out_features = weight.size(0);
   params.in_features = weight.size(1);
-  door.dtype("out", out, weight.scalar_type());
+  door.dtype("out", out, dtype_of(weight));
   door.shape("out", out, {num_panels_of(params.out_features), params.in_features, LINEAR_PANEL});
   door.contiguous("out", out);
   params.out = out.mutable_data_ptr();
@@ -62,9 +62,9 @@ void pack_linear_weight_int8(Tensor& out, const Tensor& weight) {
 void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& scales, const Tensor& zeros) {
   const Door door("pack_linear_weight_int4", codes);
   PackLinearWeightInt4Params params{};
-  params.codes_are_nibbles = codes.scalar_type() == ScalarType::Int;
-  door.check_type(params.codes_are_nibbles || codes.scalar_type() == ScalarType::Byte, "codes",
-                  "expected dtype uint8 or int32, got ", codes.scalar_type());
+  params.codes_are_nibbles = dtype_of(codes) == ScalarType::Int;
+  door.check_type(params.codes_are_nibbles || dtype_of(codes) == ScalarType::Byte, "codes",
+                  "expected dtype uint8 or int32, got ", dtype_of(codes));
   params.codes_stride = row_stride(door, "codes", codes) * (params.codes_are_nibbles ? sizeof(int32_t) : 1);
   params.codes = static_cast<const uint8_t*>(codes.const_data_ptr());
   params.out_features = codes.size(0);

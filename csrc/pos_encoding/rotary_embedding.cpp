@@ -69,12 +69,12 @@ void rotate(const Door& door, const RotaryNames& names, const Tensor& positions,
              "expected [num_tokens] or [batch, seq_len], got shape ", positions.sizes());
   door.contiguous(names.positions, positions);
   params.num_tokens = positions.numel();
-  const Heads query_heads = check_heads(door, names.query, query, positions, query.scalar_type(), head_size);
+  const Heads query_heads = check_heads(door, names.query, query, positions, dtype_of(query), head_size);
   params.num_heads = query_heads.num_heads;
   params.query_stride = query_heads.token_stride;
   params.query_head_stride = query_heads.head_stride;
   if (key.has_value()) {
-    const Heads key_heads = check_heads(door, names.key, *key, positions, query.scalar_type(), head_size);
+    const Heads key_heads = check_heads(door, names.key, *key, positions, dtype_of(query), head_size);
     door.other_memory(names.key, *key, names.query, query);
     params.num_kv_heads = key_heads.num_heads;
     params.key_stride = key_heads.token_stride;
@@ -83,11 +83,11 @@ void rotate(const Door& door, const RotaryNames& names, const Tensor& positions,
   }
 
   door.present(names.cos_sin_cache, cos_sin_cache);
-  const ScalarType cos_sin_dtype = cos_sin_cache.scalar_type();
-  door.check_type(cos_sin_dtype == query.scalar_type() || cos_sin_dtype == ScalarType::Float, names.cos_sin_cache,
-                  "expected dtype ", query.scalar_type(), params.dtype == DType::FLOAT32 ? "" : " or float32", ", got ",
+  const ScalarType cos_sin_dtype = dtype_of(cos_sin_cache);
+  door.check_type(cos_sin_dtype == dtype_of(query) || cos_sin_dtype == ScalarType::Float, names.cos_sin_cache,
+                  "expected dtype ", dtype_of(query), params.dtype == DType::FLOAT32 ? "" : " or float32", ", got ",
                   cos_sin_dtype);
-  params.cos_sin_dtype = cos_sin_dtype == query.scalar_type() ? params.dtype : DType::FLOAT32;
+  params.cos_sin_dtype = cos_sin_dtype == dtype_of(query) ? params.dtype : DType::FLOAT32;
   door.rank(names.cos_sin_cache, cos_sin_cache, 2);
   door.contiguous(names.cos_sin_cache, cos_sin_cache);
   params.cos_sin_stride = cos_sin_cache.size(1);

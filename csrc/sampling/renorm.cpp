@@ -37,7 +37,7 @@ FilterRowsParams check_filter_rows(const Door& door, Tensor& out, const char* ar
   params.filters.top_k = check_indices(door, "top_k", top_k, params.num_rows);
   params.filters.top_p = check_floats(door, "top_p", top_p, params.num_rows);
   params.filters.top_k_first = true;
-  door.dtype("out", out, input.scalar_type());
+  door.dtype("out", out, dtype_of(input));
   door.shape("out", out, input.sizes());
   door.written_from_1("out", out);
   params.out = out.mutable_data_ptr();

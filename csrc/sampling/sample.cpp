@@ -98,7 +98,7 @@ void chain_speculative_sampling(Tensor& out, Tensor& num_accepted, Tensor& num_e
   params.draft_token_ids = door.indices("draft_token_ids", draft_token_ids);
   door.shape("draft_token_ids", draft_token_ids, {params.num_rows, params.num_draft_tokens});
   door.contiguous("draft_token_ids", draft_token_ids);
-  door.dtype("target_probs", target_probs, draft_probs.scalar_type());
+  door.dtype("target_probs", target_probs, dtype_of(draft_probs));
   door.shape("target_probs", target_probs, {params.num_rows, params.num_draft_tokens + 1, params.vocab_size});
   door.contiguous("target_probs", target_probs);
   params.seeds = {check_seeds(door, "seed", seed, params.num_rows),

@@ -61,7 +61,7 @@ struct RowValues {
     if (!tensor.has_value()) return;
     values = door.values(*tensor);
     size = values.are_given ? tensor->numel() : 0;
-    are_int64 = tensor->scalar_type() == ScalarType::Long;
+    are_int64 = dtype_of(*tensor) == ScalarType::Long;
   }
 
   void expect_floats(const Door& door, const char* argument, float least, float most, const char* expected) const {

@@ -16,7 +16,7 @@ void causal_conv1d(Tensor& out, const Tensor& input, Tensor& conv_states, const 
   params.dim = input.size(1);
   params.input = input.const_data_ptr();
   params.input_stride = input.stride(0);
-  door.dtype("out", out, input.scalar_type());
+  door.dtype("out", out, dtype_of(input));
   door.shape("out", out, input.sizes());
   door.written_from_1("out", out);
   door.other_memory("out", out, "input", input);
@@ -24,8 +24,8 @@ void causal_conv1d(Tensor& out, const Tensor& input, Tensor& conv_states, const 
   params.out_stride = out.stride(0);
 
   params.weight_dtype = door.float_dtype("weight", weight);
-  door.check_type(weight.scalar_type() == input.scalar_type() || weight.scalar_type() == ScalarType::Float, "weight",
-                  "expected dtype ", input.scalar_type(), " or float32, got ", weight.scalar_type());
+  door.check_type(dtype_of(weight) == dtype_of(input) || dtype_of(weight) == ScalarType::Float, "weight",
+                  "expected dtype ", dtype_of(input), " or float32, got ", dtype_of(weight));
   door.shape("weight", weight, {params.dim, ANY});
   door.contiguous("weight", weight);
   params.width = weight.size(1);
@@ -33,14 +33,14 @@ void causal_conv1d(Tensor& out, const Tensor& input, Tensor& conv_states, const 
              ", got shape ", weight.sizes());
   params.weight = weight.const_data_ptr();
   if (bias.has_value()) {
-    door.dtype("bias", *bias, weight.scalar_type());
+    door.dtype("bias", *bias, dtype_of(weight));
     door.shape("bias", *bias, {params.dim});
     door.contiguous("bias", *bias);
     params.bias = bias->const_data_ptr();
   }
   params.silu = silu;
 
-  door.dtype("conv_states", conv_states, input.scalar_type());
+  door.dtype("conv_states", conv_states, dtype_of(input));
   door.shape("conv_states", conv_states, {ANY, params.dim, ANY});
   door.written_elements("conv_states", conv_states);
   params.state_len = conv_states.size(2);

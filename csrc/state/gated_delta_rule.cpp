@@ -36,7 +36,7 @@ void gated_delta_rule(Tensor& out, const Tensor& query, const Tensor& key, const
   params.g = check_head_numbers(door, "g", g, value);
   params.beta = check_head_numbers(door, "beta", beta, value);
 
-  door.dtype("out", out, value.scalar_type());
+  door.dtype("out", out, dtype_of(value));
   door.shape("out", out, value.sizes());
   door.written_from_1("out", out);
   door.other_memory("out", out, "query", query);

@@ -10,7 +10,7 @@ namespace pagedattn {
 // Rows [num_tokens, ...] of the dtype of `like`, contiguous from dimension 1 on.
 inline void check_rows(const Door& door, const char* argument, const Tensor& tensor, const Tensor& like,
                        IntHeaderOnlyArrayRef sizes) {
-  door.dtype(argument, tensor, like.scalar_type());
+  door.dtype(argument, tensor, dtype_of(like));
   door.shape(argument, tensor, sizes);
   door.contiguous_from(argument, tensor, 1);
 }
@@ -19,8 +19,8 @@ inline void check_rows(const Door& door, const char* argument, const Tensor& ten
 inline HeadNumbers check_head_numbers(const Door& door, const char* argument, const Tensor& numbers,
                                       const Tensor& rows) {
   const DType dtype = door.float_dtype(argument, numbers);
-  door.check_type(numbers.scalar_type() == rows.scalar_type() || numbers.scalar_type() == ScalarType::Float, argument,
-                  "expected dtype ", rows.scalar_type(), " or float32, got ", numbers.scalar_type());
+  door.check_type(dtype_of(numbers) == dtype_of(rows) || dtype_of(numbers) == ScalarType::Float, argument,
+                  "expected dtype ", dtype_of(rows), " or float32, got ", dtype_of(numbers));
   door.shape(argument, numbers, {rows.size(0), rows.size(1)});
   door.contiguous_from(argument, numbers, 1);
   return {numbers.const_data_ptr(), numbers.stride(0), dtype};

@@ -164,6 +164,16 @@ def test_a_tensor_on_another_device(call):
                 call_wrapper_with_out(name, arguments)
 
 
+def test_the_door_knows_another_device():
+    """Torch chooses a kernel by the device of one tensor. With tensors on CPU and meta it is not that for the CPU; here
+    the test chooses. There are no rows, so that a door that knows nothing does no harm."""
+    on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    tensors = {"out": torch.zeros(0, 16), "input": torch.zeros(0, 16), "weight": torch.zeros(16)}
+    for argument, tensor in tensors.items():
+        with pytest.raises(RuntimeError, match=r"^rms_norm: \w+: expected a tensor on .*, got one on "):
+            OPS.rms_norm.default.redispatch(on_cpu, **tensors | {argument: tensor.to("meta")}, epsilon=1e-6)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

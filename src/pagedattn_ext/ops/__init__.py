@@ -41,7 +41,7 @@ before any memory is touched. The message names the argument, what was expected 
 RuntimeError with the same text, and the type behind: "... (ValueError)".
 """
 
-from ._call import refuse_negated_outputs
+from ._call import add_ops
 from .activation import gelu_and_mul, gelu_fast, gelu_new, gelu_quick, gelu_tanh_and_mul, mul_and_silu, silu_and_mul
 from .attention import (
     append_and_attend,
@@ -144,4 +144,4 @@ __all__ = [
     "varlen_attention",
 ]
 
-refuse_negated_outputs(__all__)
+add_ops(__all__)

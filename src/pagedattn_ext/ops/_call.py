@@ -5,7 +5,7 @@ from operator import index
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 
 from pagedattn_ext import _C
@@ -14,22 +14,23 @@ SEVERAL_DEVICES = "the tensors are on several devices"
 MAYBE_ON_CPU = ("k_scale", "v_scale", "block_mapping")  # wherever the other tensors are
 
 NAMESPACE = _C.op_namespace
-raw_ops = getattr(torch.ops, NAMESPACE)
+overloads: dict[str, Any] = {}  # each op has one overload; torch would look for op and overload at every call
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a raw op and gives its errors the Python types that `pagedattn_ext.ops` promises. Each op has one overload,
-    by whose name torch need not choose."""
-    op = getattr(raw_ops, name)
-    has_tangents = forward_ad._current_level >= 0
-    if has_tangents or (torch.is_grad_enabled() and _any_requires_grad((*args, *kwargs.values()))):
-        _refuse_derivatives(op, args, kwargs)
+    """Calls a raw op and gives its errors the Python types that `pagedattn_ext.ops` promises."""
+    op = overloads[name]
+    if forward_ad._current_level >= 0 or (
+        is_grad_enabled()
+        and (_any_requires_grad(args) or (kwargs and _any_requires_grad(kwargs.values())))  # kwargs are rare
+    ):
+        _refuse_derivatives(name, args, kwargs)
     try:
-        return op.default(*args, **kwargs)
+        return op(*args, **kwargs)
     except RuntimeError as error:
         raise_as_marked(error)
         if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in str(error):
-            _name_other_device(op, args, kwargs)  # torch's error does not say which argument differs
+            _name_other_device(name, args, kwargs)  # torch's error does not say which argument differs
         raise
 
 
@@ -55,16 +56,16 @@ def call_on_cpu(name: str, *args: Any) -> Any:
     try:
         return call(name, *args)
     except NotImplementedError:
-        arguments = sorted(_arguments(getattr(raw_ops, name), args, {}), key=lambda item: item[0].is_write)
+        arguments = sorted(_arguments(overloads[name], args, {}), key=lambda item: item[0].is_write)
         argument, device = next((item[0].name, t.device) for item in arguments for t in item[1] if not t.is_cpu)
         raise ValueError(f"{name}: {argument}: expected a tensor on cpu, got one on {device}") from None
 
 
 def _arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, list[Tensor]]]:
     """Each argument that holds tensors, as its entry in the schema and these tensors."""
-    for argument, value in zip(op.default._schema.arguments, args, strict=False):
+    for argument, value in zip(op._schema.arguments, args, strict=False):
         yield argument, tensors_in(value)
-    for argument in op.default._schema.arguments:
+    for argument in op._schema.arguments:
         if argument.name in kwargs:
             yield argument, tensors_in(kwargs[argument.name])
 
@@ -77,19 +78,21 @@ def tensors_in(value: object) -> list[Tensor]:
     return [tensor for element in values for tensor in tensors_in(element)]
 
 
-def _name_other_device(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _name_other_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises ValueError if the tensors are on several devices. The first input says which device is expected. Outputs,
     which a wrapper may have allocated, are compared after the inputs; tensors that may be on the CPU come last."""
 
     def rank(item: tuple[Any, Tensor]) -> tuple[bool, bool]:
         return item[0].name in MAYBE_ON_CPU, item[0].is_write
 
-    tensors = [(argument, tensor) for argument, tensors in _arguments(op, args, kwargs) for tensor in tensors]
+    tensors = [
+        (argument, tensor) for argument, tensors in _arguments(overloads[name], args, kwargs) for tensor in tensors
+    ]
     tensors.sort(key=rank)
     for argument, tensor in tensors:
         expected = tensors[0][1].device
         if tensor.device != expected and not (argument.name in MAYBE_ON_CPU and tensor.is_cpu):
-            message = f"{op.__name__}: {argument.name}: expected a tensor on {expected}, got one on {tensor.device}"
+            message = f"{name}: {argument.name}: expected a tensor on {expected}, got one on {tensor.device}"
             raise ValueError(message) from None
 
 
@@ -109,19 +112,26 @@ def _any_requires_grad(values: Iterable[object]) -> bool:
     return False
 
 
-def _refuse_derivatives(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_derivatives(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """An op writes without autograd's knowledge: a gradient or a tangent would be lost, and nothing would say so."""
-    for argument, tensors in _arguments(op, args, kwargs):
+    for argument, tensors in _arguments(overloads[name], args, kwargs):
         for tensor in tensors:
             if torch.is_grad_enabled() and tensor.requires_grad:
                 raise RuntimeError(
-                    f"{op.__name__}: {argument.name}: requires grad, but the ops have no backward: call them under "
+                    f"{name}: {argument.name}: requires grad, but the ops have no backward: call them under "
                     "torch.no_grad() or torch.inference_mode()"
                 )
             if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
                 raise RuntimeError(
-                    f"{op.__name__}: {argument.name}: carries a tangent, but the ops have no forward-mode derivative"
+                    f"{name}: {argument.name}: carries a tangent, but the ops have no forward-mode derivative"
                 )
+
+
+def empty_like(op: str, input: Tensor) -> Tensor:
+    """A contiguous tensor for what an op makes of its input."""
+    if not isinstance(input, Tensor):
+        check_tensors(op, input=input)
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
 def check_tensors(op: str, **tensors: object) -> None:
@@ -161,7 +171,7 @@ def to_int(op: str, name: str, value: Any) -> int:
         raise TypeError(f"{op}: {name}: expected an int, got {type(value).__name__}") from None
 
 
-def _kernel_for_negated(op: Any) -> Callable[..., Any]:
+def _kernel_for_negated(name: str, op: Any) -> Callable[..., Any]:
     """What an op does if an argument is a view that torch negates when it is read (Tensor.is_neg). Without this kernel
     torch writes results to a copy. It finds that it cannot copy them back only when other arguments have been
     written."""
@@ -175,7 +185,7 @@ def _kernel_for_negated(op: Any) -> Callable[..., Any]:
         for argument, tensors in _arguments(op, args, kwargs):
             if argument.is_write and any(tensor.is_neg() for tensor in tensors):
                 message = "expected memory to write to, got a negated view: call resolve_neg() on it (ValueError)"
-                raise RuntimeError(f"{op.__name__}: {argument.name}: {message}")
+                raise RuntimeError(f"{name}: {argument.name}: {message}")
         return op(*map(resolved, args), **{name: resolved(value) for name, value in kwargs.items()})
 
     return kernel
@@ -184,8 +194,8 @@ def _kernel_for_negated(op: Any) -> Callable[..., Any]:
 _library = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
 
 
-def refuse_negated_outputs(names: list[str]) -> None:
-    """Register `_kernel_for_negated` for the raw ops of these names."""
+def add_ops(names: list[str]) -> None:
+    """The raw ops that `call` calls. They get `_kernel_for_negated`."""
     for name in names:
-        kernel = _kernel_for_negated(getattr(getattr(torch.ops, NAMESPACE), name))
-        _library.impl(name, kernel, "Negative")  # type: ignore[no-untyped-call]
+        overloads[name] = op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        _library.impl(name, _kernel_for_negated(name, op), "Negative")  # type: ignore[no-untyped-call]

@@ -1,9 +1,8 @@
 """Activations, and the gates made of them."""
 
-import torch
 from torch import Tensor
 
-from ._call import call, check_tensors
+from ._call import call, check_tensors, empty_like
 
 
 def silu_and_mul(input: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -59,16 +58,16 @@ def gelu_quick(input: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def _activate(op: str, input: Tensor, out: Tensor | None) -> Tensor:
-    check_tensors(op, input=input)
     if out is None:
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+        out = empty_like(op, input)
     call(op, out, input)
     return out
 
 
 def _activate_and_multiply(op: str, input: Tensor, out: Tensor | None) -> Tensor:
-    check_tensors(op, input=input)
     if out is None:
+        if not isinstance(input, Tensor):
+            check_tensors(op, input=input)
         *rows, width = input.shape or [0]
         out = input.new_empty((*rows, width // 2))
     call(op, out, input)

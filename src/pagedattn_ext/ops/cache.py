@@ -25,7 +25,9 @@ def reshape_and_cache(
         slot_mapping: int64 or int32 [num_tokens], block * block_size + offset; a token with a negative slot is skipped.
         kv_cache_dtype, k_scale, v_scale: for fp8 caches, see the module.
     """
-    call("reshape_and_cache", key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    is_plain = kv_cache_dtype == "auto" and k_scale is None and v_scale is None
+    options = () if is_plain else (kv_cache_dtype, k_scale, v_scale)  # defaults, too, take torch's time
+    call("reshape_and_cache", key, value, key_cache, value_cache, slot_mapping, *options)
 
 
 def reshape_and_cache_flash(

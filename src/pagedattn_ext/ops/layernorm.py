@@ -1,9 +1,8 @@
 """RMS norm, with and without a residual, as LLaMA and as Gemma have it; layer norm."""
 
-import torch
 from torch import Tensor
 
-from ._call import call, check_tensors
+from ._call import call, empty_like
 
 
 def rms_norm(input: Tensor, weight: Tensor, epsilon: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
@@ -17,9 +16,8 @@ def rms_norm(input: Tensor, weight: Tensor, epsilon: float = 1e-6, *, out: Tenso
     Returns:
         out.
     """
-    check_tensors("rms_norm", input=input)
     if out is None:
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+        out = empty_like("rms_norm", input)
     call("rms_norm", out, input, weight, epsilon)
     return out
 
@@ -40,9 +38,8 @@ def fused_add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon:
 
 def gemma_rms_norm(input: Tensor, weight: Tensor, epsilon: float = 1e-6, *, out: Tensor | None = None) -> Tensor:
     """`rms_norm` with the weight 1 + weight, added in fp32: the norm of Gemma's layers."""
-    check_tensors("gemma_rms_norm", input=input)
     if out is None:
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+        out = empty_like("gemma_rms_norm", input)
     call("gemma_rms_norm", out, input, weight, epsilon)
     return out
 
@@ -69,8 +66,7 @@ def layer_norm(
     Returns:
         out.
     """
-    check_tensors("layer_norm", input=input)
     if out is None:
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+        out = empty_like("layer_norm", input)
     call("layer_norm", out, input, weight, bias, epsilon)
     return out

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from .. import _C
 from ..cpu_graph import run_at_replays
-from ..ops._call import NAMESPACE, raw_ops
+from ..ops._call import NAMESPACE, overloads
 from ._access import ReadRows
 from ._sanitizer import CacheSanitizer
 
@@ -49,7 +49,7 @@ def watch(sanitizer: CacheSanitizer) -> None:
         if _library is None:
             _library = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
             for name, (cache, check) in WATCHED.items():
-                op = getattr(raw_ops, name).default
+                op = overloads[name]
                 _library.impl(name, _kernel(name, op, cache, check), IN_FRONT.name, with_keyset=True)  # type: ignore[no-untyped-call]
 
 
