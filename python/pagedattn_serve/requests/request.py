@@ -70,10 +70,8 @@ class Completion:
         self._stop_reason: int | str | None = None
         self._detokenizer: IncrementalDetokenizer | None = None
         if rules.token_names is not None:
-            self._detokenizer = IncrementalDetokenizer(
-                rules.token_names.tokenizer,
-                sequence.prompt_token_ids,
-                skip_special_tokens=rules.params.skip_special_tokens,
+            self._detokenizer = rules.token_names.detokenizer(
+                sequence.prompt_token_ids, rules.params.skip_special_tokens
             )
         self._stop_search: StopSearch | None = None
         if rules.stop_strings is not None:

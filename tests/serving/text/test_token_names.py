@@ -84,10 +84,12 @@ def test_other_decoders(decoder: decoders.Decoder | None) -> None:
     if decoder is not None:
         backend.decoder = decoder
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    names = TokenNames(tokenizer)
     for token_ids in ([1, 2, 5, 2, 6, 4], [5, 5, 1, 3, 1]):
         detokenizer = IncrementalDetokenizer(tokenizer, [])
-        names = TokenNames(tokenizer)
+        knowing = names.detokenizer([], skip_special_tokens=True)
         for token_id in token_ids:
             name, before = names.at(detokenizer, [token_id])[token_id], detokenizer.text
             detokenizer.add(token_id)
-            assert detokenizer.text == before + name
+            knowing.add(token_id)
+            assert detokenizer.text == knowing.text == before + name
