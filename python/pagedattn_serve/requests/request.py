@@ -118,6 +118,9 @@ class Completion:
             status = SequenceStatus.FINISHED_LENGTH
         if self._detokenizer is None:
             return status
+        if status is None and self._stop_search is None:
+            self._detokenizer.add(token_id)
+            return None
         with_stop = rules.params.include_stop_str_in_output
         is_shown = status is not SequenceStatus.FINISHED_STOPPED or with_stop
         if is_shown:

@@ -233,6 +233,7 @@ class Scheduler:
     def restart(self, groups: list[SequenceGroup]) -> None:
         """Forget all groups but these. These wait without blocks afterwards, whatever state they were in."""
         for group in groups:
+            group.decode = None
             for sequence in group.sequences:
                 sequence.status = SequenceStatus.WAITING
                 sequence.num_computed_tokens = 0
@@ -278,14 +279,12 @@ class Scheduler:
             # The common case first: a decode that begins no block.
             decode = group.decode
             if decode is not None and budget:
-                sequence = decode.sequence
-                begin = sequence.num_computed_tokens
-                place = begin % block_size
-                if place and begin + 1 == len(sequence.prompt_token_ids) + len(sequence.output_token_ids):
+                begin = decode.sequence.num_computed_tokens
+                if place := begin % block_size:
                     add(decode)
                     budget -= 1
                     if place == last_place and publishes:
-                        self._publish(batch, sequence, begin, begin + 1)
+                        self._publish(batch, decode.sequence, begin, begin + 1)
                     continue
             num_before = len(batch.sequences)
             in_prefill = group.in_prefill
@@ -528,7 +527,7 @@ class Scheduler:
         limit = self.config.max_num_seqs
         if len(self.running) >= limit:
             return 0
-        return limit - sum(group.max_num_sequences for group in self.running)
+        return limit - sum([1 if group.decode else group.max_num_sequences for group in self.running])
 
     def _preempt_last(self, batch: ScheduledBatch) -> None:
         """Take the last running group's blocks. Its output stays."""
@@ -538,6 +537,7 @@ class Scheduler:
         if mode == "swap" or (mode == "auto" and len(group.sequences) > 1):
             pairs = self.block_manager.swap_out(group.sequences)  # None if the host has no room for them
         if pairs is None:
+            group.decode = None
             for sequence in group.sequences:
                 self.block_manager.free(sequence)
                 sequence.num_computed_tokens = 0

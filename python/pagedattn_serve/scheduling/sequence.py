@@ -135,7 +135,7 @@ class SequenceGroup:
     order: the group's place among all groups, lower is earlier; set by the scheduler.
     num_preemptions: how often the group lost its blocks.
     decode: how its only sequence runs as a plain decode (`ScheduledBatch.num_plain`), which is the same in each step.
-        None until the first such step.
+        None until the first such step, and again when its blocks are dropped.
     num_cached_tokens: of the prompt, tokens that were in the cache when the group was first let in; None before.
     """
 
