@@ -92,10 +92,9 @@ class IncrementalDetokenizer:
 
     def addition(self, token_id: int) -> str:
         """What `add` would append to `text` for this token."""
-        self._token_ids.append(token_id)
-        addition = self._pending_text()
-        self._token_ids.pop()
-        return "" if addition.endswith(REPLACEMENT) else addition
+        trial = self.fork()  # an interrupt leaves this detokenizer, which many outputs may share, as it is
+        trial.add(token_id)
+        return trial.text[len(self.text) :]
 
     def _pending_text(self) -> str:
         before = self._decode(self._token_ids[self._context_begin : self._given_out])
