@@ -7,6 +7,7 @@ Usage: python bench/serving.py [report] [--quick] [--workload alpaca] [--request
        python bench/serving.py engines [--workload many batch-16 ...] [--shape small|1B] [--format int8] [--json F]
        python bench/serving.py ranks [--workload many|one|...] [--shape small|1B] [--threads N] [--json F]
        python bench/serving.py sanitizer [--sequences N ...] [--quick] [--json F] [--plot F]
+       python bench/serving.py host [--sequences N ...] [--quick] [--json F] [--plot F]
        python bench/serving.py profile [--sequences N ...] [--context N] [--quick] [--json F] [--plot F]
        python bench/serving.py cost-model [--shape small|1B] [--format bfloat16] [--hardware F] [--quick] [--json F]
 
@@ -31,6 +32,8 @@ ranks (serve/ranks.py): one rank of N threads beside N ranks of one thread, and 
 
 sanitizer (serve/sanitizer.py): a step of the demo model with PAGEDATTN_SANITIZE=1, and without.
 
+host (serve/host.py): a step's host time, by how many sequences run, with prefix caching and without.
+
 profile (serve/profile.py): the shares of a step that linear layers, attention, sampler and the rest have.
 
 cost-model (serve/cost_model.py): the step times of `pagedattn simulate`, fitted to this CPU and checked on other steps.
@@ -52,6 +55,7 @@ from harness import check_plot, hardware, keep_freed_memory, write_files
 from serve import engines
 from serve.cost_model import LONGEST, limits_of_cost_model, run_cost_model
 from serve.experiments import EXPERIMENTS, MAX_LEN, Setting, plot_rows, print_rows
+from serve.host import measure_host
 from serve.http_server import compare_server
 from serve.peers import System, compare, load_peers, print_comparison, run_in_turns
 from serve.profile import limits_of_profile, longest_of_profile, run_profile
@@ -168,6 +172,12 @@ def add_sanitizer_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(format="bfloat16")
 
 
+def add_host_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sequences", type=at_least(1), nargs="+", metavar="N", help="running at once, a row of the "
+        "table for each number (default: 1 64 256 1024; 1 64 with --quick)")  # fmt: skip
+    add_run_options(parser, 3, "bars of the microseconds a sequence")
+
+
 def add_profile_options(parser: argparse.ArgumentParser) -> None:
     add, positive = parser.add_argument, at_least(1)
     add("--model", metavar="DIR", help="a Hugging Face directory (default: a LLaMA with random weights, of --shape)")
@@ -200,6 +210,7 @@ def parse_args() -> argparse.Namespace:
     add_engines_options(commands.add_parser("engines", help="other inference engines beside this one"))
     add_ranks_options(commands.add_parser("ranks", help="N ranks, or stages, of a thread beside a rank of N threads"))
     add_sanitizer_options(commands.add_parser("sanitizer", help="what PAGEDATTN_SANITIZE=1 costs"))
+    add_host_options(commands.add_parser("host", help="the CPU time of a step outside of the model and the sampler"))
     add_profile_options(commands.add_parser("profile", help="what a step spends its time on"))
     add_cost_model_options(commands.add_parser("cost-model", help="the step times that `pagedattn simulate` computes"))
     arguments = sys.argv[1:]
@@ -210,7 +221,9 @@ def parse_args() -> argparse.Namespace:
     args.rounds = args.rounds or args.default_rounds[args.quick]
     if args.command == "server":
         args.concurrency = args.concurrency or [8 if args.quick else 64]
-    if args.command in ("server", "engines", "ranks", "sanitizer", "profile", "cost-model"):
+    if args.command == "host":
+        args.sequences = args.sequences or ([1, 64] if args.quick else [1, 64, 256, 1024])
+    if args.command in ("server", "engines", "ranks", "sanitizer", "host", "profile", "cost-model"):
         return args
     args.requests = args.requests or args.default_requests[args.quick]
     if args.command == "report":
@@ -291,6 +304,8 @@ def main() -> None:
         return compare_ranks(args, facts)
     if args.command == "sanitizer":
         return measure_sanitizer(args, facts)
+    if args.command == "host":
+        return measure_host(args, facts)
     print(f"{args.model or f'LLaMA of shape {args.shape} with random weights'}, {args.format}")
     with tempfile.TemporaryDirectory() as made:
         if not args.model:

@@ -447,6 +447,16 @@ def test_sanitizer(tmp_path):
     assert min(cpu_ms.values()) > 0
 
 
+def test_host(tmp_path):
+    """A row for each number of sequences, with prefix caching and without."""
+    path = tmp_path / "report.json"
+    result = run("host", "--sequences", "1", "17", "--rounds", "1", "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    tables = json.loads(path.read_text())["us_per_sequence"]
+    assert [list(table) for table in tables.values()] == [["1 at once", "17 at once"]] * 2
+    assert all(0 < table["17 at once"] < table["1 at once"] for table in tables.values())
+
+
 def test_profile(tmp_path):
     """With more positions than other commands need, and with sequences that fill the cache up to its watermark."""
     path, plot = tmp_path / "report.json", tmp_path / "plot.png"

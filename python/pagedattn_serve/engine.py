@@ -5,7 +5,7 @@ import os
 import secrets
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial, wraps
@@ -427,13 +427,12 @@ class LLMEngine:
         )
 
     def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
-        tokens = list(zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True))
         for i, (begin, entries) in sampled.prompt_logprobs.items():
             self._requests[batch.sequences[i].sequence.request_id].add_prompt_logprobs(begin, entries)
         now = time.monotonic()
         num_plain = 0 if sampled.errors else batch.num_plain  # each has one row
-        outputs = self._add_to_plain(batch.sequences[:num_plain], tokens, now)
-        outputs += self._add_to_others(batch.sequences[num_plain:], num_plain, tokens, sampled, now)
+        outputs = self._add_to_plain(batch.sequences[:num_plain], sampled, now)
+        outputs += self._add_to_others(batch.sequences[num_plain:], num_plain, sampled, now)
         outputs += self._add_pooled(batch, sampled, now)
         num_blocks = self.scheduler.block_manager.num_blocks
         for group in batch.outgrown:
@@ -443,15 +442,16 @@ class LLMEngine:
         return outputs
 
     def _add_to_plain(
-        self, decodes: list[ScheduledSequence], tokens: list[SampledToken], now: float
+        self, decodes: list[ScheduledSequence], sampled: SamplerOutput, now: float
     ) -> list[RequestOutput]:
         """Add a token to each of the plain decodes. Returns what `step` returns of them."""
         outputs = []
         self._num_output_tokens += len(decodes)
-        for scheduled, token in zip(decodes, tokens, strict=False):
-            request = self._requests[scheduled.sequence.request_id]
+        requests, scheduler = self._requests, self.scheduler
+        for scheduled, token in zip(decodes, tokens_of(sampled), strict=False):
+            request = requests[scheduled.sequence.request_id]
             try:
-                is_finished = request.add_token(token, self.scheduler)
+                is_finished = request.add_token(token, scheduler)
             except Exception as error:
                 self._num_output_tokens -= 1
                 self._end(request, error)
@@ -464,12 +464,13 @@ class LLMEngine:
         self,
         others: list[ScheduledSequence],
         first: int,
-        tokens: list[SampledToken],
         sampled: SamplerOutput,
         now: float,
     ) -> list[RequestOutput]:
         """Add tokens to the groups of these sequences, whose rows begin with `first`. Returns what `step` returns of
         the groups."""
+        if not others:
+            return []
         requests: list[Request] = []
         ends: list[int] = []  # where the rows of each request end
         drafts_of: dict[Request, tuple[int, ...]] = {}
@@ -489,6 +490,7 @@ class LLMEngine:
                     ends.append(num_rows)
                     last = request
         outputs = []
+        tokens = list(tokens_of(sampled))
         for request, end in zip(requests, ends, strict=True):
             drafts = drafts_of.get(request)
             stop = end if drafts is None else first + num_verified(drafts, range(first, end), sampled)
@@ -561,6 +563,11 @@ class LLMEngine:
         self._requests = requests
         self._batch = None
         self.scheduler.restart([request.group for request in requests.values() if request.group.sequences])
+
+
+def tokens_of(sampled: SamplerOutput) -> Iterator[SampledToken]:
+    """The tokens, one after the other: as many tuples at once would call the garbage collector."""
+    return zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True)
 
 
 def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -> int:

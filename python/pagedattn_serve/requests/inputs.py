@@ -310,7 +310,7 @@ class InputProcessor:
         return OutputRules(
             params=params,
             eos_token_ids=eos_token_ids,
-            end_token_ids=eos_token_ids.union(params.stop_ids),
+            end_token_ids=eos_token_ids.union(params.stop_ids) if params.stop_ids else eos_token_ids,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             stop_strings=StopStrings(params.stop_strings) if params.stop else None,
             special_stops=special_stops,

@@ -70,10 +70,8 @@ class Completion:
         self._stop_reason: int | str | None = None
         self._detokenizer: IncrementalDetokenizer | None = None
         if rules.token_names is not None:
-            self._detokenizer = IncrementalDetokenizer(
-                rules.token_names.tokenizer,
-                sequence.prompt_token_ids,
-                skip_special_tokens=rules.params.skip_special_tokens,
+            self._detokenizer = rules.token_names.detokenizer(
+                sequence.prompt_token_ids, rules.params.skip_special_tokens
             )
         self._stop_search: StopSearch | None = None
         if rules.stop_strings is not None:
@@ -120,6 +118,9 @@ class Completion:
             status = SequenceStatus.FINISHED_LENGTH
         if self._detokenizer is None:
             return status
+        if status is None and self._stop_search is None:
+            self._detokenizer.add(token_id)
+            return None
         with_stop = rules.params.include_stop_str_in_output
         is_shown = status is not SequenceStatus.FINISHED_STOPPED or with_stop
         if is_shown:

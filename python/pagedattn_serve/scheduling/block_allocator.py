@@ -114,11 +114,14 @@ class BlockAllocator:
             elif key not in self.pinned:
                 self._evictable[block] = None
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Let a block in use be found by `key`, which says what it holds; nothing if the key has a block already."""
-        if key not in self._block_of:
-            self._block_of[key] = block
-            self._key_of[block] = key
+    def publish(self, block: int, key: bytes) -> bool:
+        """Let a block in use be found by `key`, which says what it holds. Returns False, with nothing changed, if the
+        key has a block already."""
+        if key in self._block_of:
+            return False
+        self._block_of[key] = block
+        self._key_of[block] = key
+        return True
 
     def find(self, key: bytes) -> int | None:
         """The block published under `key`; None if there is none."""

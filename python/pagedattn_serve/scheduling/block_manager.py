@@ -222,11 +222,6 @@ class BlockManager:
         Raises ValueError if the sequence holds no blocks or a table lacks more than one, OutOfBlocksError if too few
         are free.
         """
-        pairs = self._append_blocks(sequence)
-        self.states.make_own(sequence)
-        return pairs
-
-    def _append_blocks(self, sequence: Sequence) -> list[tuple[int, int]]:
         tables, allocator = self.block_tables(sequence), self._allocator
         num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
         num_blocks = -(-num_tokens // self.block_size)
@@ -246,6 +241,7 @@ class BlockManager:
                 allocator.free(table.pop())
             table.append(block)
             self._rows.write(sequence, group, num_blocks - 1, [block])
+        self.states.make_own(sequence)
         return pairs
 
     def append_drafts(self, sequence: Sequence, num_tokens: int) -> int:
@@ -405,14 +401,16 @@ class BlockManager:
 
     # ---- finding blocks by what they hold ---------------------------------------------------------------------------
 
-    def publish(self, sequence: Sequence, first: int, last: int) -> None:
-        """Let the sequence's logical blocks [first, last) be found by their tokens, all of which are scheduled."""
-        hashes = self._hashes(sequence, last)
+    def publish(self, sequence: Sequence, first: int, last: int) -> bool:
+        """Let the sequence's logical blocks [first, last) be found by their tokens, all of which are scheduled. Returns
+        False if other blocks with some of these tokens are found: call `merge` after the step."""
+        hashes, allocator, are_found = self._hashes(sequence, last), self._allocator, True
         for mark, table in zip(self._marks, self.block_tables(sequence), strict=True):
             for i in range(first, last):
-                self._allocator.publish(table[i], hashes[i] + mark)
-            if pinned := self._allocator.pinned:
+                are_found &= allocator.publish(table[i], hashes[i] + mark)
+            if pinned := allocator.pinned:
                 self.kept.want(filter(pinned.__contains__, (block_hash + mark for block_hash in hashes[first:last])))
+        return are_found
 
     def merge(self, sequence: Sequence, first: int, last: int) -> None:
         """After `publish` and the step: where another sequence has published the same tokens, share its blocks."""

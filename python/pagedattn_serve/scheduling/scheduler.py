@@ -174,16 +174,14 @@ class Scheduler:
         if seconds is not None:
             self.observe(batch, seconds)
         manager = self.block_manager
-        block_size, merges = manager.block_size, manager.prefix_caching
         manager.states.publish_checkpoints()
         for scheduled in batch.sequences:
-            sequence = scheduled.sequence
-            begin = sequence.num_computed_tokens
-            sequence.num_computed_tokens = end = begin + scheduled.num_new_tokens
-            if merges and end % block_size < end - begin:  # it has filled a block
-                manager.merge(sequence, begin // block_size, end // block_size)
-            if manager.gives_back:
-                manager.release(sequence)
+            scheduled.sequence.num_computed_tokens += scheduled.num_new_tokens
+        for sequence, first, last in batch.to_merge:
+            manager.merge(sequence, first, last)
+        if manager.gives_back:
+            for scheduled in batch.sequences:
+                manager.release(scheduled.sequence)
 
     def mark_verified(self, sequence: Sequence, num_accepted: int) -> None:
         """After `mark_computed` and with the new tokens appended: `num_accepted` of them were its first drafts."""
@@ -235,6 +233,7 @@ class Scheduler:
     def restart(self, groups: list[SequenceGroup]) -> None:
         """Forget all groups but these. These wait without blocks afterwards, whatever state they were in."""
         for group in groups:
+            group.decode = None
             for sequence in group.sequences:
                 sequence.status = SequenceStatus.WAITING
                 sequence.num_computed_tokens = 0
@@ -275,15 +274,17 @@ class Scheduler:
         is_left_out = False
         num_plain = -1
         block_size, add = self.block_manager.block_size, batch.sequences.append
+        last_place, publishes = block_size - 1, self.block_manager.prefix_caching
         for group in self.running:  # victims of preemption leave the list at its end
-            # The common case first: a decode that neither begins a block nor fills one.
+            # The common case first: a decode that begins no block.
             decode = group.decode
             if decode is not None and budget:
-                sequence = decode.sequence
-                end = sequence.num_computed_tokens + 1
-                if end % block_size > 1 and end == len(sequence.prompt_token_ids) + len(sequence.output_token_ids):
+                begin = decode.sequence.num_computed_tokens
+                if place := begin % block_size:
                     add(decode)
                     budget -= 1
+                    if place == last_place and publishes:
+                        self._publish(batch, decode.sequence, begin, begin + 1)
                     continue
             num_before = len(batch.sequences)
             in_prefill = group.in_prefill
@@ -440,7 +441,7 @@ class Scheduler:
                 group.decode = ScheduledSequence(sequence, 1, num_samples=1)
             batch.sequences.append(group.decode)
             if (begin + 1) % block_size == 0 and manager.prefix_caching:
-                manager.publish(sequence, begin // block_size, begin // block_size + 1)
+                self._publish(batch, sequence, begin, begin + 1)
             return True
         # Counted only if blocks are short: each sequence takes one block at most, for each group of layers.
         num_free_blocks, most = manager.num_free_blocks, len(sequences) * len(manager.windows)
@@ -488,7 +489,13 @@ class Scheduler:
             num_samples = sequence.rules.num_sequences
         batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, num_samples))
         if end % manager.block_size < num_new_tokens and manager.prefix_caching:  # it fills a block
-            manager.publish(sequence, begin // manager.block_size, end // manager.block_size)
+            self._publish(batch, sequence, begin, end)
+
+    def _publish(self, batch: ScheduledBatch, sequence: Sequence, begin: int, end: int) -> None:
+        """Let the blocks be found that the tokens [begin, end) fill."""
+        first, last = begin // self.block_manager.block_size, end // self.block_manager.block_size
+        if not self.block_manager.publish(sequence, first, last):
+            batch.to_merge.append((sequence, first, last))
 
     def _add_drafts(self, batch: ScheduledBatch, proposer: PromptLookup) -> None:
         """Add guesses behind the last tokens of decoding sequences, in order, with what is left of the budget."""
@@ -520,7 +527,7 @@ class Scheduler:
         limit = self.config.max_num_seqs
         if len(self.running) >= limit:
             return 0
-        return limit - sum(group.max_num_sequences for group in self.running)
+        return limit - sum([1 if group.decode else group.max_num_sequences for group in self.running])
 
     def _preempt_last(self, batch: ScheduledBatch) -> None:
         """Take the last running group's blocks. Its output stays."""
@@ -530,6 +537,7 @@ class Scheduler:
         if mode == "swap" or (mode == "auto" and len(group.sequences) > 1):
             pairs = self.block_manager.swap_out(group.sequences)  # None if the host has no room for them
         if pairs is None:
+            group.decode = None
             for sequence in group.sequences:
                 self.block_manager.free(sequence)
                 sequence.num_computed_tokens = 0

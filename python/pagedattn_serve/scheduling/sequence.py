@@ -135,7 +135,7 @@ class SequenceGroup:
     order: the group's place among all groups, lower is earlier; set by the scheduler.
     num_preemptions: how often the group lost its blocks.
     decode: how its only sequence runs as a plain decode (`ScheduledBatch.num_plain`), which is the same in each step.
-        None until the first such step.
+        None until the first such step, and again when its blocks are dropped.
     num_cached_tokens: of the prompt, tokens that were in the cache when the group was first let in; None before.
     """
 
@@ -245,6 +245,8 @@ class ScheduledBatch:
     num_decodes: how many of the sequences belong to groups that decode: each runs its last token, and its drafts.
     num_plain: how many of the first sequences are plain decodes. Each is the only sequence of its group, which is no
         group of beams, has output, runs its last token, and draws one token.
+    to_merge: logical blocks [first, last) of sequences. Others were published for tokens of these, so the blocks are to
+        be merged after the step.
     num_long_tokens: how many tokens belong to prompts that do not fit in a step.
     table_writes: what was written to `table_array` since the batch before, as arguments of `TableArray.write`.
     state_slots: the slot of each sequence's state; none if the model keeps no states.
@@ -261,6 +263,7 @@ class ScheduledBatch:
     num_decodes: int = 0
     num_plain: int = 0
     num_long_tokens: int = 0
+    to_merge: list[tuple[Sequence, int, int]] = field(default_factory=list)
     table_writes: list[TableWrite] = field(default_factory=list)
     state_slots: list[int] = field(default_factory=list)
     state_copies: StateCopies = field(default_factory=StateCopies)

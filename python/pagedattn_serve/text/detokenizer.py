@@ -26,12 +26,25 @@ class IncrementalDetokenizer:
     """The text of one output.
 
     The text of a token can depend on the tokens before it (spaces), and can be incomplete without the tokens after it
-    (several tokens with the bytes of one character). So text is always decoded from a few tokens back. It is held back
-    while it ends in a replacement character.
+    (several tokens with the bytes of one character). So text is decoded from a few tokens back. It is held back while
+    it ends in a replacement character.
+
+    additions: what tokens add amid any text, as far as it is known, which saves the decoding. More is written there as
+        it gets known. None if what a token adds depends on the tokens before it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> None:
+    __slots__ = ("_additions", "_context_begin", "_decode", "_given_out", "_token_ids", "skips_special_tokens", "text")
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: list[int],
+        *,
+        skip_special_tokens: bool = True,
+        additions: dict[int, str] | None = None,
+    ) -> None:
         self.text = ""
+        self._additions = additions
         self.skips_special_tokens = skip_special_tokens
         self._decode = _decoder(tokenizer, skip_special_tokens)
         self._token_ids = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
@@ -46,12 +59,19 @@ class IncrementalDetokenizer:
 
     def add(self, token_id: int) -> None:
         """Append a token's text to `text`, unless it ends within a character."""
-        self._token_ids.append(token_id)
-        addition = self._pending_text()
-        if addition and not addition.endswith(REPLACEMENT):
-            self.text += addition
-            self._context_begin = self._given_out
-            self._given_out = len(self._token_ids)
+        token_ids, given_out = self._token_ids, self._given_out
+        # As `is_amid_text`, which looks into the prompt besides.
+        additions = self._additions if self._context_begin > 0 and given_out == len(token_ids) else None
+        token_ids.append(token_id)
+        addition = None if additions is None else additions.get(token_id)
+        if addition is None:
+            addition = self._pending_text()
+            if not addition or addition.endswith(REPLACEMENT):
+                return
+            if additions is not None:
+                additions[token_id] = addition
+        self.text += addition
+        self._context_begin, self._given_out = given_out, len(token_ids)
 
     def finish(self) -> str:
         """Give out what was held back, and return it: no more tokens will complete it."""
@@ -72,10 +92,9 @@ class IncrementalDetokenizer:
 
     def addition(self, token_id: int) -> str:
         """What `add` would append to `text` for this token."""
-        self._token_ids.append(token_id)
-        addition = self._pending_text()
-        self._token_ids.pop()
-        return "" if addition.endswith(REPLACEMENT) else addition
+        trial = self.fork()  # an interrupt leaves this detokenizer, which many outputs may share, as it is
+        trial.add(token_id)
+        return trial.text[len(self.text) :]
 
     def _pending_text(self) -> str:
         before = self._decode(self._token_ids[self._context_begin : self._given_out])
@@ -150,6 +169,14 @@ class TokenNames:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._amid_text: dict[int, str] = {}
+        self._additions: tuple[dict[int, str], dict[int, str]] = ({}, {})  # with special tokens, and without
+
+    def detokenizer(self, prompt_token_ids: list[int], skip_special_tokens: bool) -> IncrementalDetokenizer:
+        """For an output. What tokens add is known from the outputs before."""
+        additions = self._additions[skip_special_tokens] if self._is_same_amid_text else None
+        return IncrementalDetokenizer(
+            self.tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens, additions=additions
+        )
 
     @cached_property
     def special_texts(self) -> Mapping[int, str]:

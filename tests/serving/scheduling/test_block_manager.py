@@ -584,6 +584,18 @@ def test_a_block_computed_twice_ends_as_one_and_nothing_is_freed_twice() -> None
     assert manager.num_free_blocks == 6
 
 
+def test_publish_says_whether_there_is_something_to_merge() -> None:
+    """Also if the last of several blocks is the only one with its tokens."""
+    manager = make_manager(5)
+    first, longer = make_sequence(9), make_sequence(17)
+    allocate(manager, first)
+    allocate(manager, longer)
+    assert manager.publish(first, 0, 1)
+    assert not manager.publish(longer, 0, 2)
+    manager.merge(longer, 0, 2)
+    assert manager.block_table(longer)[0] == manager.block_table(first)[0]
+
+
 def test_a_block_that_was_evicted_between_publish_and_merge_is_published_then() -> None:
     """`publish` finds another block with the same tokens, which nobody owns: it may be gone when the step is over."""
     manager = make_manager(3)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pagedattn_serve.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, num_tokens_within
+from pagedattn_serve.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, TokenNames, num_tokens_within
 from pagedattn_serve.text.detokenizer import Tokenizer as DecodingTokenizer
 
 TOKENS = st.integers(0, TOKENIZER_SIZE - 1)
@@ -39,14 +39,21 @@ class Shouting(PreTrainedTokenizerFast):
 
 
 def stream(tokenizer: DecodingTokenizer, prompt: list[int], output: list[int]) -> list[str]:
-    """The text after each token, and after `finish`. It only grows, and never ends within a character before."""
+    """The text after each token, and after `finish`. It only grows, and never ends within a character before. A
+    detokenizer that knows from another text what the tokens add says the same."""
     detokenizer = IncrementalDetokenizer(tokenizer, list(prompt))
+    names = TokenNames(tokenizer)
+    elsewhere, knowing = (names.detokenizer(list(prompt), skip_special_tokens=True) for _ in range(2))
+    for token_id in reversed(output):
+        elsewhere.add(token_id)
     texts = [""]
     for token_id in output:
         detokenizer.add(token_id)
+        knowing.add(token_id)
         assert detokenizer.text.startswith(texts[-1]) and not detokenizer.text.endswith(REPLACEMENT)
+        assert knowing.text == detokenizer.text
         texts.append(detokenizer.text)
-    detokenizer.finish()
+    assert knowing.finish() == detokenizer.finish() and knowing.text == detokenizer.text
     assert detokenizer.text.startswith(texts[-1])
     return [*texts, detokenizer.text]
 
@@ -229,3 +236,12 @@ def test_special_tokens_if_asked_for(tokenizer: PreTrainedTokenizerBase, slow: b
         detokenizer.add(token_id)
         texts.append(detokenizer.text)
     assert texts[0] == "<s>" and texts[-1] == "<s>the cat</s><s>"
+
+
+def test_special_tokens_that_one_of_two_outputs_shows(tokenizer: PreTrainedTokenizerBase) -> None:
+    names, [a] = TokenNames(tokenizer), tokenizer("a").input_ids
+    shown, hidden = (names.detokenizer([], skip_special_tokens=skips) for skips in (False, True))
+    for token_id in (a, a, tokenizer.eos_token_id, a):
+        shown.add(token_id)
+        hidden.add(token_id)
+    assert (shown.text, hidden.text) == ("aa</s>a", "aaa")

@@ -71,6 +71,24 @@ def test_alternatives_are_named_as_they_would_be_in_their_place(metaspace: PreTr
     assert names.bytes_of(the, "the") == b"the" and names.bytes_of(the, " the") == b" the"
 
 
+def test_an_interrupt_changes_no_name(metaspace: PreTrainedTokenizerBase) -> None:
+    names = TokenNames(metaspace)
+    the, e = metaspace.convert_tokens_to_ids(["▁the", "<0xC3>"])
+    decode = names._after_text._decode
+
+    def interrupted(token_ids: list[int]) -> str:
+        raise KeyboardInterrupt
+
+    names._after_text._decode = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        names.bytes_of(e, "")
+    names._after_text._decode = decode
+    assert names.bytes_of(the, " the") == b" the"
+    begin = IncrementalDetokenizer(metaspace, [])
+    begin.add(the)
+    assert names.at(begin, [the])[the] == " the"
+
+
 def test_bytes_of_parts_of_characters(tokenizer: PreTrainedTokenizerBase) -> None:
     names = TokenNames(tokenizer)
     assert [names.bytes_of(i, "") for i in tokenizer("🙂").input_ids] == [b"\xf0", b"\x9f", b"\x99", b"\x82"]
@@ -84,10 +102,12 @@ def test_other_decoders(decoder: decoders.Decoder | None) -> None:
     if decoder is not None:
         backend.decoder = decoder
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    names = TokenNames(tokenizer)
     for token_ids in ([1, 2, 5, 2, 6, 4], [5, 5, 1, 3, 1]):
         detokenizer = IncrementalDetokenizer(tokenizer, [])
-        names = TokenNames(tokenizer)
+        knowing = names.detokenizer([], skip_special_tokens=True)
         for token_id in token_ids:
             name, before = names.at(detokenizer, [token_id])[token_id], detokenizer.text
             detokenizer.add(token_id)
-            assert detokenizer.text == before + name
+            knowing.add(token_id)
+            assert detokenizer.text == knowing.text == before + name
