@@ -19,7 +19,7 @@ is the op without its function in pagedattn_ext.ops, with the output given. Firs
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -255,10 +255,13 @@ def bench_calls(num_rounds: int, probe: Probe) -> dict[str, dict[str, list[float
     for name, functions in calls.items():
         cold = {f"{who}, cold": cold_seconds(function, num_rounds, probe) for who, function in functions.items()}
         seconds[name] = {**time_interleaved(functions, [None], num_rounds), **cold}
+    return seconds
+
+
+def print_calls(seconds: Mapping[str, Mapping[str, list[float]]]) -> None:
     columns = list(seconds["rms_norm"])
     cells = [[name, *(f"{median(times[column]) * 1e6:.1f}" for column in columns)] for name, times in seconds.items()]
     print_table([[f"us of a call, {NUM_COLUMNS} columns", *columns], *cells])
-    return seconds
 
 
 def cold_seconds(function: Callable[[object], object], num_rounds: int, probe: Probe) -> list[float]:
@@ -290,6 +293,8 @@ def main() -> None:
     ]
     print_rows(rows)
     calls = bench_calls(num_rounds, probe) if args.device == "cpu" else {}
+    if calls:
+        print_calls(calls)
     finish(args, facts, rows, calls=calls)
 
 
