@@ -282,17 +282,14 @@ def prefill_targets() -> Iterator[Target]:
 
 def linear_targets() -> Iterator[Target]:
     for layer in linear.LAYERS:
-        size = f"{layer[0]} x {layer[1]}"
-        for dtype, weights in ((FP32, "fp32"), (BF16, "bf16")):
-            for num_rows in (1, 16, 64, 128, 512, 2048):
+        for num_rows in (1, 16, 64, 128, 512, 2048):
+            size = f"{layer[0]} x {layer[1]}, {num_rows} row{'s' * (num_rows > 1)}"
+            for weights, dtype in (("fp32", FP32), ("bf16", BF16), ("int8", FP32)):
                 row = partial(linear_row, weights, layer, num_rows, dtype)
-                yield best_peer_target(f"linear, {weights}, {size}, {num_rows} rows", 1.05, row, linear.PEERS)
-        for num_rows in (1, 16, 64, 128, 512, 2048):
-            row = partial(linear_row, "int8", layer, num_rows, FP32)
-            yield best_peer_target(f"linear, int8, {size}, {num_rows} rows", 1.05, row, linear.PEERS)
-        for num_rows in (1, 16, 64, 128, 512, 2048):
-            row = partial(linear_row, "int4 in groups of 128", layer, num_rows, FP32)
-            yield ratio_target(f"linear, int4 in groups of 128, {size}, {num_rows} rows", "int8", 1, row)
+                yield best_peer_target(f"linear, {weights}, {size}", 1.05, row, linear.PEERS)
+            int4 = "int4 in groups of 128"
+            row = partial(linear_row, int4, layer, num_rows, FP32)
+            yield ratio_target(f"linear, {int4}, {size}", "int8", 1, row)
 
 
 def elementwise_targets() -> Iterator[Target]:
