@@ -339,17 +339,15 @@ def print_rows(rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
     stand the least and the largest."""
     peers = list(dict.fromkeys(name for row in rows for name in row.ratios()))
     probe = rows[0].probe
-    # On a GPU calls are a thousand times shorter, and peers close.
-    unit, per_second, digits, ratio_digits = ("us", 1e6, 1, 2) if on_cuda() else ("ms", 1e3, 3, 1)
+    # On a GPU calls are a thousand times shorter.
+    unit, per_second, digits = ("us", 1e6, 1) if on_cuda() else ("ms", 1e3, 3)
     table = [[rows[0].group, unit, probe.unit, f"of {probe.name}", *(f"vs {name}" for name in peers)]]
     for row in rows:
         ours = [seconds * per_second for seconds in row.seconds["ours"]]
         duration = f"{median(ours):.{digits}f} ({min(ours):.{digits}f}-{max(ours):.{digits}f})"
         ratios, ranges = row.ratios(), row.ratio_ranges()
         cells = [
-            f"{ratios[name]:.{ratio_digits}f}x ({'-'.join(f'{end:.{ratio_digits}f}' for end in ranges[name])})"
-            if name in ratios
-            else "-"
+            f"{ratios[name]:.2f}x ({'-'.join(f'{end:.2f}' for end in ranges[name])})" if name in ratios else "-"
             for name in peers
         ]
         table.append([row.label(), duration, f"{row.rate():.1f}", f"{row.share():.0%}", *cells])

@@ -22,7 +22,7 @@ import targets_cuda
 import vllm_kernels
 from harness import Target, add_device_option, check_device, hardware, prepare, synchronize, write_json
 
-WIDTH = 72
+WIDTH = 84
 
 UNFINISHED = "the process ended meanwhile"
 STATUS_OF_LOST_GPU = 3

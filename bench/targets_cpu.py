@@ -191,7 +191,7 @@ def not_measured() -> str:
 def best_peer_target(
     what: str, required: float, row: Callable[[], Row], peers: tuple[str, ...], ours: str | None = None
 ) -> Target:
-    """ours: another form of ours in the row, which stands for ours then."""
+    """ours: another form of ours in the row, which stands for ours then. The note names the best of several peers."""
 
     def measure() -> float:
         ratios = row().ratios()
@@ -202,6 +202,8 @@ def best_peer_target(
         ratios = row().ratios()
         return f"({min((peer for peer in peers if peer in ratios), key=ratios.__getitem__)})"
 
+    if len(peers) == 1:
+        return Target(f"{what}: vs {peers[0]}", required, measure, "{:.2f}x", row=row)
     return Target(f"{what}: vs the best peer", required, measure, "{:.2f}x", note=best, row=row)
 
 

@@ -208,7 +208,7 @@ def test_a_row_has_the_range_of_its_rounds(capsys):
     probe = Probe("read", "GB/s", 10**9, lambda _: None)
     seconds = {"ours": [0.001, 0.004, 0.002], "peer": [0.002, 0.008, 0.003], "probe": [0.05] * 3}
     print_rows([Row("decode", "case", torch.float32, 10**6, probe, seconds)])
-    assert "2.000 (1.000-4.000)" in (printed := capsys.readouterr().out) and "1.5x (1.5-2.0)" in printed
+    assert "2.000 (1.000-4.000)" in (printed := capsys.readouterr().out) and "1.50x (1.50-2.00)" in printed
 
 
 # ---- --device cuda, without a GPU ------------------------------------------------------------------------------------
