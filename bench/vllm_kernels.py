@@ -35,7 +35,7 @@ def load(parser: argparse.ArgumentParser, python: str | None) -> None:
     if python is None:
         return
     try:
-        found = subprocess.run([python, "-P", "-c", FIND], check=True, capture_output=True, text=True, cwd="/")
+        found = subprocess.run([python, "-P", "-c", FIND], check=True, capture_output=True, text=True)
         torch.ops.load_library(library_in(Path(found.stdout.strip())))
     except (OSError, subprocess.CalledProcessError) as error:
         reason = getattr(error, "stderr", None) or str(error)
