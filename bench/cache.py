@@ -2,9 +2,9 @@
 
 Usage: python bench/cache.py [--device cuda] [--quick] [--dtype float32] [--threads N] [--json FILE] [--plot FILE.png]
 
-GB/s counts every byte that is read and every byte that is written; the share is of tensor.copy_. Up to 64 tokens are a
-decode step, each in a block of its own; more tokens are a prompt, in runs of a block. Blocks are drawn at random.
-Caches and the probe's memory lie in huge pages where the system grants them.
+GB/s counts every byte that is read and every byte that is written; the share is of the fastest copy (probes.py). Up to
+64 tokens are a decode step, each in a block of its own; more tokens are a prompt, in runs of a block. Blocks are drawn
+at random. Caches and the probe's memory lie in huge pages where the system grants them.
 
 On a GPU (cuda_timing.py says how it is timed) blocks are also swapped with pinned memory. There GB/s counts a byte
 once, the share is of one copy of as many bytes, and each call is launched by itself, without a CUDA graph.

@@ -6,9 +6,9 @@ Usage: python bench/elementwise.py [--device cuda] [--quick] [--dtype float32] [
 On a CPU each row is printed twice. First, inputs and outputs are in no cache. Then, "in cache", they are those of the
 calls just before, as far as the caches hold them, as a model's layers leave their activations to each other.
 
-GB/s counts each input and output once; the share is of tensor.copy_ from memory to memory. If there is an output, both
-sides allocate it. fused_add_rms_norm and rotary_embedding_neox work in place; memory then moves one stream less, so
-their share can pass 100%. apply_token_bitmask works in place, too; each logit counts once, though many stay as they
+GB/s counts each input and output once; the share is of the fastest copy from memory to memory. If there is an output,
+both sides allocate it. fused_add_rms_norm and rotary_embedding_neox work in place; memory then moves one stream less,
+so their share can pass 100%. apply_token_bitmask works in place, too; each logit counts once, though many stay as they
 are. The probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them.
 cuda_timing.py says how it is timed on a GPU. With --vllm (vllm_kernels.py), vLLM's kernels are peers where it has them.
 

@@ -93,14 +93,9 @@ def shared_decode(model: Model, dtype: torch.dtype) -> Row:
     return bench_shared_decode(model, dtype, "cpu", NUM_ROUNDS, get_matmul_probe(FP32))
 
 
-def use_avx2() -> None:
+def use_capability(name: str) -> None:
     """For a process of its own: the choice holds for its life."""
-    os.environ["PAGEDATTN_CPU_CAPABILITY"] = "avx2"
-    prepare(num_threads=1)
-
-
-def use_avx512_bf16() -> None:
-    os.environ["PAGEDATTN_CPU_CAPABILITY"] = "avx512_bf16"
+    os.environ["PAGEDATTN_CPU_CAPABILITY"] = name
     prepare(num_threads=1)
 
 
@@ -119,12 +114,8 @@ def decode_share_after(initializer: Callable[[], None], model: Model, dtype: tor
         return pool.submit(decode_share, model, dtype).result()
 
 
-def other_of_this(initializer: Callable[[], None], model: Model, dtype: torch.dtype) -> float:
-    return decode_share_after(initializer, model, dtype) / decode_share(model, dtype)
-
-
-def this_of_other(initializer: Callable[[], None], model: Model, dtype: torch.dtype) -> float:
-    return 1 / other_of_this(initializer, model, dtype)
+def other_of_this(capability: str, model: Model, dtype: torch.dtype) -> float:
+    return decode_share_after(partial(use_capability, capability), model, dtype) / decode_share(model, dtype)
 
 
 @cache
@@ -182,7 +173,7 @@ def targets() -> Iterator[Target]:
 def not_measured() -> str:
     left_out = [] if HAS_AVX512 else ["the AVX2 path beside the AVX512 path, which this process does not use"]
     if pagedattn_ext.cpu_capability() != "amx":
-        left_out.append("the path of AMX beside the AVX512 path, which this process does not use")
+        left_out.append("the AVX512 path beside the AMX path, which this process does not use")
     if not vllm_kernels.are_loaded():
         left_out.append("the factors over kernels of vLLM's wheel (--vllm)")
     return f"skipped: {'; '.join(left_out)}" if left_out else "nothing skipped"
@@ -234,10 +225,12 @@ def decode_targets() -> Iterator[Target]:
     for model in (MHA, GQA8):
         for dtype in DTYPES:
             name, row = f"decode, NHD, {model.name}, {dtype_name(dtype)}", partial(nhd_decode, model, dtype)
-            yield ratio_target(f"{name}, blocks of 16", "chunked", 0.95, row)
-            for block_size, required in ((256, 0.95), (1, 0.9)):
-                what, peer = f"{name}, blocks of {block_size}", f"blocks of {block_size}"
-                yield best_peer_target(what, required, row, ("chunked",), ours=peer)
+            for block_size, required, ours in (
+                (16, 0.95, None),
+                (256, 0.95, "blocks of 256"),
+                (1, 0.9, "blocks of 1"),
+            ):
+                yield best_peer_target(f"{name}, blocks of {block_size}", required, row, ("chunked",), ours)
     for model in (MHA, GQA8):
         for dtype in QUANTIZED_DTYPES:
             name = f"decode, {model.name}, {dtype_name(dtype)}"
@@ -249,11 +242,11 @@ def decode_targets() -> Iterator[Target]:
         for model in (MHA, GQA8):
             for dtype in DTYPES:
                 name = f"decode, {model.name}, {dtype_name(dtype)}, AVX2: GB/s of the AVX512 path"
-                yield Target(name, 0.7, partial(other_of_this, use_avx2, model, dtype), "{:.1%}")
+                yield Target(name, 0.7, partial(other_of_this, "avx2", model, dtype), "{:.1%}")
     if pagedattn_ext.cpu_capability() == "amx":
         for model in (MHA, GQA8, SMALL):
-            name = f"decode, {model.name}, bfloat16, AMX: GB/s of the AVX512 path"
-            yield Target(name, 1, partial(this_of_other, use_avx512_bf16, model, BF16), "{:.1%}")
+            name = f"decode, {model.name}, bfloat16, AVX512: GB/s of the AMX path"
+            yield Target(name, 1, partial(other_of_this, "avx512_bf16", model, BF16), "{:.1%}", at_most=True)
 
 
 def prefill_targets() -> Iterator[Target]:
@@ -275,11 +268,8 @@ def prefill_targets() -> Iterator[Target]:
             for form, ours in (("chunked cache", None), ("NHD cache", "NHD"), ("dense", "dense")):
                 yield best_peer_target(f"{name}, {form}", required, row, ("SDPA", "vLLM"), ours)
     for dtype in QUANTIZED_DTYPES:
-        name, row = (
-            f"prefill, {GQA8.name}, 2048 tokens, {dtype_name(dtype)}",
-            partial(quantized_prefill, GQA8, 2048, dtype),
-        )
-        yield ratio_target(name, "bf16 cache", 1 / 1.15, row)
+        what, row = f"prefill, {GQA8.name}, 2048 tokens", partial(quantized_prefill, GQA8, 2048, dtype)
+        yield ratio_target(f"{what}, {dtype_name(dtype)}", "bf16 cache", 1 / 1.15, row)
 
 
 def linear_targets() -> Iterator[Target]:
