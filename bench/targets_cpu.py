@@ -47,7 +47,6 @@ import pagedattn_ext
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = FP32, BF16
 NUM_ROUNDS, NUM_LONG_ROUNDS = 21, 3  # long ones take a second or more
-HAS_AVX512 = pagedattn_ext.cpu_capability().startswith(("avx512", "amx"))
 SIXTY_FOUR = [2048] * 64
 HEAD_SIZES = [Model(f"MHA 16x{head_size}", 16, 16, head_size) for head_size in (80, 96, 256)]
 
@@ -170,8 +169,13 @@ def targets() -> Iterator[Target]:
         yield share_target(name, 0.75, partial(decode, MHA, dtype, 2))
 
 
+def has_avx512() -> bool:
+    """No constant: the first question makes the choice of `use_capability`, which comes after the import."""
+    return pagedattn_ext.cpu_capability().startswith(("avx512", "amx"))
+
+
 def not_measured() -> str:
-    left_out = [] if HAS_AVX512 else ["the AVX2 path beside the AVX512 path, which this process does not use"]
+    left_out = [] if has_avx512() else ["the AVX2 path beside the AVX512 path, which this process does not use"]
     if pagedattn_ext.cpu_capability() != "amx":
         left_out.append("the AVX512 path beside the AMX path, which this process does not use")
     if not vllm_kernels.are_loaded():
@@ -238,7 +242,7 @@ def decode_targets() -> Iterator[Target]:
     for dtype in DTYPES:
         row = partial(shared_decode, GQA8, dtype)
         yield ratio_target(f"decode, 8 x 2112 sharing 2048, {GQA8.name}, {dtype_name(dtype)}", "unshared", 4, row)
-    if HAS_AVX512:
+    if has_avx512():
         for model in (MHA, GQA8):
             for dtype in DTYPES:
                 name = f"decode, {model.name}, {dtype_name(dtype)}, AVX2: GB/s of the AVX512 path"

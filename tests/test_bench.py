@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -127,6 +128,15 @@ def test_the_next_process_measures_what_one_has_left(monkeypatch, tmp_path, caps
     illegal = "RuntimeError: CUDA error: an illegal memory access was encountered"
     assert found == {"first": "met", "kills": targets.UNFINISHED, "third": "met", "loses": illegal, "fifth": "met"}
     assert "\n3 of 5 met, 2 failed\n" in capsys.readouterr().out
+
+
+def test_targets_choose_the_capability_of_a_process():
+    """To import the targets makes no choice: else a path would stand beside itself."""
+    program = "import pagedattn_ext, targets_cpu; targets_cpu.use_capability('default'); "
+    program += "print(pagedattn_ext.cpu_capability())"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCH), *sys.path])}
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.stdout == "default\n", result.stderr
 
 
 def test_results_that_differ_in_an_infinity_are_not_the_same():
