@@ -242,15 +242,16 @@ class Door {
   // The same for a tensor that may be on another device.
   void dtype_anywhere(const char* argument, const Tensor& tensor, ScalarType expected) const {
     defined(argument, tensor);
-    check_type(dtype_of(tensor) == expected, argument, "expected dtype ", expected, ", got ", dtype_of(tensor));
+    const ScalarType dtype = dtype_of(tensor);
+    check_type(dtype == expected, argument, "expected dtype ", expected, ", got ", dtype);
   }
 
   // The elements of a tensor of int32 or int64, which may be on another device.
   Indices indices(const char* argument, const Tensor& tensor) const {
     defined(argument, tensor);
-    const bool are_int64 = dtype_of(tensor) == ScalarType::Long;
-    check_type(are_int64 || dtype_of(tensor) == ScalarType::Int, argument, "expected dtype int32 or int64, got ",
-               dtype_of(tensor));
+    const ScalarType dtype = dtype_of(tensor);
+    const bool are_int64 = dtype == ScalarType::Long;
+    check_type(are_int64 || dtype == ScalarType::Int, argument, "expected dtype int32 or int64, got ", dtype);
     return {tensor.const_data_ptr(), are_int64};
   }
 

@@ -3,7 +3,7 @@
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from unittest import mock
 
 import pytest
@@ -142,8 +142,12 @@ def for_wrapper(op: str, arguments: Mapping[str, object]) -> dict[str, object]:
     """Of a raw op's arguments those that the wrapper takes."""
     from pagedattn_ext import ops
 
-    known = inspect.signature(getattr(ops, op)).parameters
-    return {name: ONE_RANK if name == "group" else value for name, value in arguments.items() if name in known}
+    return only(inspect.signature(getattr(ops, op)).parameters, arguments)
+
+
+def only(names: Container[str], arguments: Mapping[str, object]) -> dict[str, object]:
+    """Of a raw op's arguments those with these names, as a wrapper takes them."""
+    return {name: ONE_RANK if name == "group" else value for name, value in arguments.items() if name in names}
 
 
 def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, error: type[Exception]) -> None:

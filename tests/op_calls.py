@@ -1,9 +1,10 @@
 """Every op with small valid arguments, for tests of what holds for every op."""
 
+from inspect import signature
 from itertools import takewhile
 
 import torch
-from checks import ONE_RANK, for_wrapper, tensors_in
+from checks import ONE_RANK, for_wrapper, only, tensors_in
 
 from pagedattn_ext import ops
 
@@ -439,7 +440,12 @@ def raw_op(call: str):
 
 
 def wrapper(call: str):
-    return lambda **arguments: call_wrapper(op_of(call), arguments)
+    """The wrapper as a function of the raw op's arguments. What it takes is looked up beforehand: in a function that is
+    compiled, a default that `signature` has read becomes a tensor (torch 2.13)."""
+    name = op_of(call)
+    function = getattr(ops, name)
+    taken = signature(function).parameters.keys() - inferred_by_wrapper(name)
+    return lambda **arguments: function(**only(taken, arguments))
 
 
 def results(function, arguments: dict) -> list[torch.Tensor]:

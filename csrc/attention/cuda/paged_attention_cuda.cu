@@ -69,8 +69,9 @@ template <CacheLayout LAYOUT>
 void attend(const AttentionArguments& a, cudaStream_t stream) {
   if (!is_on_tensor_cores(a.p)) return attend_fma<LAYOUT>(a, stream);
   switch (a.p.cache_dtype) {
-    case DType::FLOAT32:
-      return;  // with fp32 queries alone
+    case DType::FLOAT32:  // with fp32 queries alone
+    case DType::INT8:     // on a CPU alone
+      return;
     case DType::FLOAT16:
       return attend_mma<float16, float16, LAYOUT>(a, stream);
     case DType::BFLOAT16:
