@@ -67,6 +67,17 @@ def test_sequences_finish_one_by_one_and_the_last_frees_the_prompt() -> None:
     assert not engine.scheduler.has_unfinished
 
 
+def test_a_fork_runs_alone_when_its_parent_has_finished() -> None:
+    engine = make_engine()
+    group = engine.add(8)
+    [parent] = group.sequences
+    for _ in range(3):
+        engine.step()
+    child = engine.scheduler.fork(group, parent, 1)
+    engine.scheduler.finish(group, parent, SequenceStatus.FINISHED_STOPPED)
+    assert ran(engine.scheduler.schedule()) == [(child, 1)]
+
+
 @pytest.mark.parametrize("how", ["abort", "preempt by recompute", "preempt by swap", "restart"])
 def test_shared_blocks_are_freed_once(how: str) -> None:
     """A trap: a block that several sequences hold is given back by each of them."""
