@@ -44,7 +44,7 @@ class CMakeBuild(build_ext):
         configure = [cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
         configure += [f"-DCMAKE_MAKE_PROGRAM={find_tool('ninja')}", f"-DPython_EXECUTABLE={sys.executable}"]
         configure += ["-DPAGEDATTN_CPU_CAPABILITIES=all", "-DPAGEDATTN_CUDA=AUTO"]
-        configure += ["-DPAGEDATTN_CUDA_DRAFT_TWINS=OFF"]
+        configure += ["-DPAGEDATTN_DRAFTS=OFF"]
         configure += os.environ.get("CMAKE_ARGS", "").split()
         jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []
         subprocess.run(configure, check=True)
