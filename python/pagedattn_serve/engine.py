@@ -179,7 +179,7 @@ class LLMEngine:
         self.inputs = inputs
         self._stored: StoredPrefixes | None = None
         if store is not None:
-            self._stored = StoredPrefixes(store, scheduler.block_manager, model_runner.cache_engine)
+            self._stored = StoredPrefixes(store, scheduler.block_manager.prefixes, model_runner.cache_engine)
         self._requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
         self._batch: ScheduledBatch | None = None  # scheduled but not finished: the next step runs the batch
         self._is_broken = False  # requests, queues or blocks are half changed
@@ -277,7 +277,7 @@ class LLMEngine:
         serve, or the registered prefixes would leave too little of the cache for a sequence of max_model_len, or, of a
         model that keeps states, too few state slots for max_num_seqs sequences.
         """
-        if not self.scheduler.block_manager.prefix_caching:
+        if not self.scheduler.block_manager.prefixes.is_on:
             raise ArgumentError("enable_prefix_caching", "True for prefixes to be kept", "False")
         _, token_ids = self.inputs.prompt_tokens(prefix)
         if not 0 < len(token_ids) < self.max_model_len:

@@ -4,7 +4,7 @@ from typing import Any
 
 from pagedattn_serve.execution.block_store import BlockStore
 from pagedattn_serve.execution.cache_engine import CacheEngine
-from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.prefix_cache import PrefixCache
 from pagedattn_serve.scheduling.sequence import Sequence
 
 
@@ -14,11 +14,11 @@ class StoredPrefixes:
     num_read, num_written: blocks, so far.
     """
 
-    def __init__(self, store: BlockStore, block_manager: BlockManager, cache_engine: CacheEngine) -> None:
+    def __init__(self, store: BlockStore, prefixes: PrefixCache, cache_engine: CacheEngine) -> None:
         self._store = store
-        self._manager = block_manager
+        self._prefixes = prefixes
         self._cache = cache_engine
-        block_manager.kept.turn_on(store.keys)
+        prefixes.kept.turn_on(store.keys)
 
     @property
     def num_read(self) -> int:
@@ -31,13 +31,13 @@ class StoredPrefixes:
     def read(self, sequence: Sequence) -> tuple[list[bytes], dict[bytes, Any]]:
         """The keys of the blocks from which a new sequence can go on, in order; and, of those that lie on disk alone,
         what they hold. For `insert`."""
-        keys = self._manager.keys_with_stored(sequence)
+        keys = self._prefixes.keys_with_stored(sequence)
         return list(keys), self._store.read([key for key, is_stored in keys.items() if is_stored])
 
     def insert(self, keys: list[bytes], blocks: dict[bytes, Any]) -> None:
         """Put blocks of a prompt that were read from disk into free blocks of the cache, where the prompt finds them if
         it is let in before others need the room. After an exception, a block may be found that was not written."""
-        for key, block in self._manager.insert(keys, blocks).items():
+        for key, block in self._prefixes.insert(keys, blocks).items():
             self._cache.write_block(block, blocks[key])
 
     def write_some(self) -> bool:
@@ -45,7 +45,7 @@ class StoredPrefixes:
         them. Returns whether there were any."""
         if not self._store.has_room:
             return False
-        taken = self._manager.take_wanted(self._store.num_at_once)
+        taken = self._prefixes.take_wanted(self._store.num_at_once)
         for key, block in taken:
             self._store.put(key, self._cache.read_block(block))
         return bool(taken)

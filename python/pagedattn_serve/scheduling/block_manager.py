@@ -4,31 +4,24 @@ As in PagedAttention (Kwon et al., SOSP 2023, sections 4.2 to 4.5), a sequence's
 each run of `block_size` tokens. Blocks are taken as tokens come. Forked sequences share blocks, and a shared block is
 copied when one of its sequences is about to write to it. A group can be swapped out to blocks of a pool in host memory.
 
-Prefix caching: a full block is known by the hash of its tokens and of the block before it (the first block: and of the
-sequence's salt). So a sequence that begins with the same tokens finds the block. A block is published when the tokens
-that fill it are scheduled. That is early enough: a sequence that finds the block runs in the same step or later, and in
-each layer all keys and values of a step are written before any are read. Where layers keep a state besides, blocks are
-found up to the last one whose end has a checkpoint of the state (`StateSlots`).
+A sequence whose beginning is in the cache shares the blocks there (`PrefixCache`).
 
 Layers form groups by their windows (`models/cache_shape.py`), and a sequence has a block table for each group. A block
 has room for one group, whichever that is, so all groups take their blocks from one pool. Where the layers of a group
 have a window (or attend in chunks), a sequence gives a block back when all of its tokens lie behind the window: no row
-to come sees them. A prompt takes such blocks as its chunks come to them. It finds blocks up to the last one from which
-it can go on: of a group with a window, no more than the window shows from there.
+to come sees them. A prompt takes such blocks as its chunks come to them.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container
 from itertools import zip_longest
 
 from pagedattn_serve.config import UNBOUNDED, CacheConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.scheduling.block_allocator import BlockAllocator
-from pagedattn_serve.scheduling.block_hashes import BlockHashes
 from pagedattn_serve.scheduling.block_owners import block_owners, check_owners
 from pagedattn_serve.scheduling.held_blocks import num_behind
-from pagedattn_serve.scheduling.kept_blocks import STORED, KeptBlocks
+from pagedattn_serve.scheduling.prefix_cache import PrefixCache
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, Sequence, TableArray
 from pagedattn_serve.scheduling.state_slots import StateSlots
 from pagedattn_serve.scheduling.table_rows import RELEASED, TableRows, Tables, held
@@ -41,7 +34,7 @@ class BlockManager:
     table_array: the block tables of the batch that was placed last, which the ops read. What changes in a table that
         has a row is written there at once.
     states: the slot of each sequence's state, if the model keeps states; to be read only.
-    kept: is told which blocks are worth a place on disk, and says which are there.
+    prefixes: finds blocks by the tokens that they hold.
     max_num_batched_tokens: the most tokens of a prompt that one step runs.
 
     The sequences of a group, which may share blocks, are given together, as a list. If a method says that there is no
@@ -55,17 +48,13 @@ class BlockManager:
         self.block_size = cache_config.block_size
         self.windows = cache_config.windows  # of each group of layers
         self.gives_back = self.windows != (None,) * len(self.windows)
-        self.prefix_caching = cache_config.enable_prefix_caching
-        self._hashes = BlockHashes(self.block_size).of
         self._watermark_blocks = math.ceil(cache_config.watermark * cache_config.num_blocks)
-        # What makes a key of a block's hash, for each group of layers. The first group's key is the hash.
-        self._marks = [bytes([group] if group else []) for group in range(len(self.windows))]
         self._allocator = BlockAllocator(cache_config.num_blocks)
         self.tables: dict[Sequence, Tables] = {}
         self._host_allocator = BlockAllocator(cache_config.num_host_blocks)
         self._host_tables: dict[Sequence, Tables] = {}
         self.states = StateSlots(cache_config.num_state_slots, cache_config.num_host_state_slots)
-        self.kept = KeptBlocks()
+        self.prefixes = PrefixCache(cache_config, self._allocator, self.states)
         self.table_array = table_array
         self._rows = TableRows(table_array)
 
@@ -172,7 +161,7 @@ class BlockManager:
         for tables in found:  # before any new block is taken, so that no found block is evicted for it
             for block in held(tables):
                 self._allocator.fork(block)
-            self.kept.want(map(self._allocator.key_of, held(tables)))
+            self.prefixes.kept.want(map(self._allocator.key_of, held(tables)))
         blocks_of: dict[bytes, tuple[list[int], Sequence]] = {}  # and the first sequence that has the blocks
         for sequence, tables in zip(sequences, found, strict=True):
             hashes = sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size]
@@ -317,7 +306,7 @@ class BlockManager:
         self._host_allocator = BlockAllocator(self._host_allocator.num_blocks)
         self.states.clear()
         self._rows.clear()
-        self.kept.clear()
+        self.prefixes.clear(self._allocator)
 
     # ---- the array of a batch ---------------------------------------------------------------------------------------
 
@@ -330,8 +319,8 @@ class BlockManager:
         if self.states.num_slots:
             batch.state_slots = [self.states.slot_of[scheduled.sequence] for scheduled in batch.sequences]
             batch.state_copies = self.states.take_copies()
-            if self.prefix_caching:
-                batch.state_checkpoints = self.states.plan_checkpoints(batch, self.block_size, self._hashes)
+            if self.prefixes.is_on:
+                batch.state_checkpoints = self.states.plan_checkpoints(batch, self.block_size, self.prefixes.hashes)
 
     # ---- swapping ---------------------------------------------------------------------------------------------------
 
@@ -365,7 +354,7 @@ class BlockManager:
             if sequence not in self._host_tables:
                 raise ValueError(f"{sequence.request_id} is not swapped out")
         tables = [self._host_tables[sequence] for sequence in sequences]
-        device_of = self._find_again(sequences, tables)
+        device_of = self.prefixes.find_again(sequences, tables)
         found = list(device_of.values())
         blocks = dict.fromkeys(block for of_sequence in tables for block in held(of_sequence))
         to_copy = [block for block in blocks if block not in device_of]
@@ -382,41 +371,18 @@ class BlockManager:
         self.tables |= device_tables
         return [(block, device_of[block]) for block in to_copy]
 
-    def _find_again(self, sequences: list[Sequence], tables: list[Tables]) -> dict[int, int]:
-        """Of swapped-out sequences, the host's blocks whose tokens the cache has, and the blocks there."""
-        num_computed = [sequence.num_computed_tokens // self.block_size for sequence in sequences]
-        # What one is still to compute is not looked for, though a later one that shares it counts it as computed.
-        to_compute: set[int] = set()
-        for num, of_sequence in zip(num_computed, tables, strict=True):
-            to_compute.update(*(table[num:] for table in of_sequence))
-        device_of = {}
-        for sequence, of_sequence, num in zip(sequences, tables, num_computed, strict=True):
-            for mark, table in zip(self._marks, of_sequence, strict=True):
-                for block, block_hash in zip(table[:num], sequence.block_hashes, strict=False):
-                    if block != RELEASED and block not in to_compute:
-                        found = self._allocator.find(block_hash + mark)
-                        if found is not None:
-                            device_of[block] = found
-        return device_of
-
     # ---- finding blocks by what they hold ---------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence, first: int, last: int) -> bool:
         """Let the sequence's logical blocks [first, last) be found by their tokens, all of which are scheduled. Returns
         False if other blocks with some of these tokens are found: call `merge` after the step."""
-        hashes, allocator, are_found = self._hashes(sequence, last), self._allocator, True
-        for mark, table in zip(self._marks, self.block_tables(sequence), strict=True):
-            for i in range(first, last):
-                are_found &= allocator.publish(table[i], hashes[i] + mark)
-            if pinned := allocator.pinned:
-                self.kept.want(filter(pinned.__contains__, (block_hash + mark for block_hash in hashes[first:last])))
-        return are_found
+        return self.prefixes.publish(sequence, self.block_tables(sequence), first, last)
 
     def merge(self, sequence: Sequence, first: int, last: int) -> None:
         """After `publish` and the step: where another sequence has published the same tokens, share its blocks."""
         for group, table in enumerate(self.block_tables(sequence)):
             for i in range(first, last):
-                key = sequence.block_hashes[i] + self._marks[group]
+                key = sequence.block_hashes[i] + self.prefixes.marks[group]
                 published = self._allocator.find(key)
                 if published is None:  # the published block had no owner any more, and was taken for other tokens
                     self._allocator.publish(table[i], key)
@@ -425,62 +391,6 @@ class BlockManager:
                     self._allocator.free(table[i])
                     table[i] = published
                     self._rows.write(sequence, group, i, [published])
-
-    def pin_prefix(self, token_ids: list[int], max_num_blocks: int, max_num_states: int = 0) -> int:
-        """Keep the full blocks of these tokens, once a sequence has computed them: no other tokens take them. Of layers
-        with a window, keep those that a prompt sees which begins with all of these blocks, or with all but one. If the
-        model keeps states, keep the state at their end, too.
-
-        Returns how many tokens they hold. Raises ValueError, with nothing kept, if pins would take more than
-        `max_num_blocks`, or than `max_num_states` state slots.
-        """
-        sequence = Sequence("prefix", token_ids)
-        hashes = self._hashes(sequence, len(token_ids) // self.block_size)
-        num_tokens = (len(hashes) - 1) * self.block_size
-        keys = [
-            block_hash + mark
-            for mark, window in zip(self._marks, self.windows, strict=True)
-            for block_hash in hashes[num_behind(window, num_tokens, self.block_size) :]
-        ]
-        num_pinned = self._allocator.num_pinned_with(keys)
-        if num_pinned > max_num_blocks:
-            raise ArgumentError(
-                "prefix",
-                f"registered prefixes to take at most {max_num_blocks} blocks, which leaves the cache room for one "
-                "sequence of max_model_len tokens",
-                num_pinned,
-            )
-        if self.states.num_slots and hashes:
-            self.states.pin(hashes[-1], max_num_states)
-        self._allocator.pin(keys)
-        self.kept.want(keys)
-        return len(hashes) * self.block_size
-
-    def keys_with_stored(self, sequence: Sequence) -> dict[bytes, bool]:
-        """The keys of the blocks from which a new sequence can go on, in order, and whether the block is on disk alone;
-        nothing if none is. Any thread may call this: what it says may not be true any more, which harms nobody."""
-        stored = self.kept.stored
-
-        def find(key: bytes) -> int | None:
-            block = self._allocator.find(key)
-            return STORED if block is None and key in stored else block
-
-        tables = self._find(self._hashes_before_last_token(sequence, alone=True), find)
-        keys = {
-            block_hash + mark: block == STORED
-            for block_hash, *blocks in zip(sequence.block_hashes, *tables, strict=False)
-            for mark, block in zip(self._marks, blocks, strict=True)
-            if block != RELEASED
-        }
-        return keys if any(keys.values()) else {}
-
-    def insert(self, keys: list[bytes], at_hand: Container[bytes]) -> dict[bytes, int]:
-        """`BlockAllocator.insert`."""
-        return self._allocator.insert(keys, at_hand)
-
-    def take_wanted(self, at_most: int) -> list[tuple[bytes, int]]:
-        """`KeptBlocks.take`: the keys and blocks to store now."""
-        return self.kept.take(self._allocator.find, at_most)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block's reference count is the number of tables that hold it, `table_array`
@@ -519,14 +429,6 @@ class BlockManager:
         # The last sequence that comes to a block keeps it, unless the block is still shared.
         return num_missing + sum(min(count, allocator.ref_count(block) - 1) for block, count in sharers.items())
 
-    def _hashes_before_last_token(self, sequence: Sequence, *, alone: bool) -> list[bytes]:
-        """The hashes of full blocks that are worth looking for. The block of the last token is left out, because that
-        token has to be computed. If the prompt's logits are asked for, there are none."""
-        if (alone and not self.prefix_caching) or sequence.prompt_logits_from is not None:
-            return []
-        num_blocks = (sequence.num_tokens - 1) // self.block_size
-        return self._hashes(sequence, num_blocks)[:num_blocks]
-
     def _plan(self, sequences: list[Sequence]) -> tuple[int, list[Tables]]:
         """How many new blocks the sequences need, and the blocks that each finds by its tokens."""
         found: list[Tables] = []
@@ -534,41 +436,17 @@ class BlockManager:
         num_new = 0
         for sequence in sequences:
             self._require_unknown(sequence)
-            hashes = self._hashes_before_last_token(sequence, alone=len(sequences) == 1)
+            hashes = self.prefixes.hashes_before_last_token(sequence, alone=len(sequences) == 1)
             # Of several sequences, those with states would take away the checkpoints that the others of them have
             # found, and those with windows would not have all blocks that the others of them share.
             finds_none = len(sequences) > 1 and (self.states.num_slots > 0 or self.gives_back)
-            found.append(self._find([] if finds_none else hashes))
+            found.append(self.prefixes.find([] if finds_none else hashes))
             num_found = len(found[-1][0])
             num_shared = sum(block_hash in shared for block_hash in hashes[num_found:])
             nums_of_blocks = self._nums_of_blocks(sequence, len(sequences) == 1, num_found * self.block_size)
             num_new += sum(nums_of_blocks) - (num_found + num_shared) * len(self.windows)
             shared.update(hashes)
         return num_new, found
-
-    def _find(self, hashes: list[bytes], find: Callable[[bytes], int | None] | None = None) -> Tables:
-        """The blocks of these hashes, up to the last from which a sequence can go on: each group of layers has all
-        blocks that the next token sees, and there is a checkpoint of the state. find: the allocator's, or another."""
-        find = find or self._allocator.find
-        tables = [[find(block_hash + mark) for block_hash in hashes] for mark in self._marks]
-        end, previous = len(hashes), -1
-        while end != previous:
-            previous = end
-            while end and not self.states.has_checkpoint(hashes[end - 1]):
-                end -= 1
-            for table, window in zip(tables, self.windows, strict=True):
-                begin = self._first_needed(window, end)
-                if None in table[begin:end]:
-                    end = table.index(None, begin)
-        found: Tables = []
-        for table, window in zip(tables, self.windows, strict=True):
-            begin = self._first_needed(window, end)
-            found.append([RELEASED] * begin + [block for block in table[begin:end] if block is not None])
-        return found
-
-    def _first_needed(self, window: int | None, num_blocks: int) -> int:
-        """The first block that a sequence needs to go on after so many; the last of them always, as a proof."""
-        return max(0, min(num_behind(window, num_blocks * self.block_size, self.block_size), num_blocks - 1))
 
     def _has_room(self, sequences: list[Sequence], num_new: int, found: list[Tables], keep_watermark: bool) -> bool:
         """Whether the sequences' states have room, and `num_new` blocks are free beside the found blocks, some of which

@@ -191,7 +191,7 @@ class Scheduler:
         sequence.num_computed_tokens += num_accepted
         last = sequence.num_computed_tokens // manager.block_size
         manager.trim(sequence)
-        if first < last and manager.prefix_caching:
+        if first < last and manager.prefixes.is_on:
             manager.publish(sequence, first, last)
             manager.merge(sequence, first, last)
         if manager.gives_back:
@@ -248,11 +248,11 @@ class Scheduler:
         self._unfinished = {group.request_id: group for group in groups}
 
     def pin_prefix(self, token_ids: list[int]) -> int:
-        """`BlockManager.pin_prefix`. A sequence of max_model_len tokens must still have room beside the prefixes, and
+        """`PrefixCache.pin`. A sequence of max_model_len tokens must still have room beside the prefixes, and
         max_num_seqs states."""
         manager = self.block_manager
         max_num_states = manager.states.num_slots - self.config.max_num_seqs
-        return manager.pin_prefix(token_ids, manager.num_blocks - self._num_held_at_end, max_num_states)
+        return manager.prefixes.pin(token_ids, manager.num_blocks - self._num_held_at_end, max_num_states)
 
     # ---- the parts of a step ----------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Scheduler:
         is_left_out = False
         num_plain = -1
         block_size, add = self.block_manager.block_size, batch.sequences.append
-        last_place, publishes = block_size - 1, self.block_manager.prefix_caching
+        last_place, publishes = block_size - 1, self.block_manager.prefixes.is_on
         for group in self.running:  # victims of preemption leave the list at its end
             # The common case first: a decode that begins no block.
             decode = group.decode
@@ -345,7 +345,7 @@ class Scheduler:
                 break
             if group.num_preemptions == 0:
                 group.num_cached_tokens = group.sequences[0].num_computed_tokens
-                if self.block_manager.prefix_caching:
+                if self.block_manager.prefixes.is_on:
                     self.num_looked_up_tokens += group.sequences[0].num_tokens
                     self.num_found_tokens += group.num_cached_tokens
             self._move(group, SequenceStatus.RUNNING)
@@ -440,7 +440,7 @@ class Scheduler:
             if group.decode is None:
                 group.decode = ScheduledSequence(sequence, 1, num_samples=1)
             batch.sequences.append(group.decode)
-            if (begin + 1) % block_size == 0 and manager.prefix_caching:
+            if (begin + 1) % block_size == 0 and manager.prefixes.is_on:
                 self._publish(batch, sequence, begin, begin + 1)
             return True
         # Counted only if blocks are short: each sequence takes one block at most, for each group of layers.
@@ -488,7 +488,7 @@ class Scheduler:
         if num_samples and not sequence.output_token_ids and not sequence.rules.uses_beams:
             num_samples = sequence.rules.num_sequences
         batch.sequences.append(ScheduledSequence(sequence, num_new_tokens, num_samples))
-        if end % manager.block_size < num_new_tokens and manager.prefix_caching:  # it fills a block
+        if end % manager.block_size < num_new_tokens and manager.prefixes.is_on:  # it fills a block
             self._publish(batch, sequence, begin, end)
 
     def _publish(self, batch: ScheduledBatch, sequence: Sequence, begin: int, end: int) -> None:

@@ -81,7 +81,7 @@ def conditions_of(engine: LLMEngine, args: EngineArgs, cases: Sequence[Case]) ->
         Condition("in random batches", at_random),
         *(Condition(f"on {count} thread{'s' * (count > 1)}", at_once, num_threads=count) for count in THREADS),
     ]
-    if engine.scheduler.block_manager.prefix_caching:
+    if engine.scheduler.block_manager.prefixes.is_on:
         conditions.append(Condition("after prefix hits", again, happened=_found))
     chunks = {"max_num_batched_tokens": SMALL_STEP}
     recompute, swap = few_blocks | {"preemption_mode": "recompute"}, few_blocks | {"preemption_mode": "swap"}

@@ -155,7 +155,7 @@ class SteadyDecodes:
         begin, end = sequence.num_computed_tokens, self.num_steps - decode.start
         sequence.output_token_ids += [decode.token] * (end - begin)
         sequence.num_computed_tokens = end
-        if self._manager.prefix_caching and begin // size < end // size:
+        if self._manager.prefixes.is_on and begin // size < end // size:
             # No other block has these tokens: there is nothing to merge.
             self._manager.publish(sequence, begin // size, end // size)
 

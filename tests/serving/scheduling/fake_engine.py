@@ -441,7 +441,7 @@ class FakeEngine:
         queue = sorted([*scheduler.waiting, *scheduler.swapped], key=lambda group: group.order)
         queue = [group for group in queue if not (group in scheduler.waiting and self._may_be_passed(group))]
         # Long prompts are scheduled after newcomers are let in, who cannot yet share the blocks that the prompts fill.
-        fills_later = self.manager.prefix_caching and any(
+        fills_later = self.manager.prefixes.is_on and any(
             scheduled.sequence.num_computed_tokens % self.manager.block_size + scheduled.num_new_tokens
             >= self.manager.block_size
             for group in long
@@ -605,7 +605,7 @@ class FakeEngine:
         for sequence in self.manager.tables:
             for i, block_hash in enumerate(sequence.block_hashes):
                 values = self.values(sequence)[i * block_size : (i + 1) * block_size]
-                for group, mark in enumerate(self.manager._marks):
+                for group, mark in enumerate(self.manager.prefixes.marks):
                     content = in_group(group, values)
                     assert self._content_of.setdefault(block_hash + mark, content) == content
         for key, block in published.items():

@@ -158,8 +158,8 @@ def test_a_prompt_finds_what_the_windows_of_a_prefix_show() -> None:
         24, first=100
     )  # takes the four free blocks, and two that were given back: the third and second
     assert manager.allocate([other], keep_watermark=False)
-    assert manager._find(first.block_hashes[:4])[1] == whole[:4]
-    assert manager._find(first.block_hashes[:3]) == [windowed[:1], whole[:1]]
+    assert manager.prefixes.find(first.block_hashes[:4])[1] == whole[:4]
+    assert manager.prefixes.find(first.block_hashes[:3]) == [windowed[:1], whole[:1]]
     manager.check_integrity()
 
 
@@ -519,7 +519,7 @@ def test_a_salt_cannot_be_the_hash_of_a_block() -> None:
     for first_token in itertools.count():
         victim = make_sequence(17, first_token)
         with suppress(UnicodeDecodeError):
-            salt = manager._hashes(victim, 1)[0].decode()
+            salt = manager.prefixes.hashes(victim, 1)[0].decode()
             break
     allocate(manager, victim)
     compute(manager, victim)
@@ -531,7 +531,7 @@ def test_a_salt_cannot_be_the_hash_of_a_block() -> None:
 def test_a_pinned_prefix_is_of_no_salt() -> None:
     manager = make_manager(6)
     prefix = make_sequence(17)
-    manager.pin_prefix(prefix.prompt_token_ids, max_num_blocks=3)
+    manager.prefixes.pin(prefix.prompt_token_ids, max_num_blocks=3)
     for salt, num_pinned in (("a", 0), ("", 2)):
         sequence = Sequence("0", prefix.prompt_token_ids, cache_salt=salt)
         allocate(manager, sequence)
@@ -621,7 +621,7 @@ def test_the_end_of_a_sequence_is_forgotten_before_its_beginning() -> None:
     manager.free(first)
     allocate(manager, make_sequence(16, first=50))  # the free block, and one of the three
     again = make_sequence(25)
-    assert manager._plan([again])[1] == [manager._find(first.block_hashes[:2])]
+    assert manager._plan([again])[1] == [manager.prefixes.find(first.block_hashes[:2])]
     assert manager.can_allocate([make_sequence(16)], keep_watermark=False)
 
 
@@ -634,7 +634,7 @@ def test_who_was_let_go_longest_ago_is_forgotten_first() -> None:
     for sequence in (sequences[1], sequences[0], sequences[2]):
         manager.free(sequence)
     allocate(manager, make_sequence(32, first=300))  # the three free blocks, and one more
-    found = [manager._find(sequence.block_hashes) != [[]] for sequence in sequences]
+    found = [manager.prefixes.find(sequence.block_hashes) != [[]] for sequence in sequences]
     assert found == [True, False, True]
 
 
@@ -692,7 +692,7 @@ def test_every_block_that_is_held_has_an_owner() -> None:
 
 def test_a_pinned_prefix_stays_when_nobody_uses_it_and_after_clear() -> None:
     manager = make_manager(4)
-    assert manager.pin_prefix(list(range(20)), max_num_blocks=2) == 16
+    assert manager.prefixes.pin(list(range(20)), max_num_blocks=2) == 16
     assert manager.num_free_blocks == 4  # nothing is computed yet
     for _ in range(2):
         sequence = make_sequence(20)
@@ -712,11 +712,11 @@ def test_a_pinned_prefix_stays_when_nobody_uses_it_and_after_clear() -> None:
 
 def test_too_many_pins_are_refused() -> None:
     manager = make_manager(4)
-    manager.pin_prefix(list(range(20)), max_num_blocks=3)
+    manager.prefixes.pin(list(range(20)), max_num_blocks=3)
     with pytest.raises(ValueError, match=r"prefix: expected .* at most 3 blocks, .* got 4"):
-        manager.pin_prefix(list(range(100, 116)), max_num_blocks=3)
-    assert manager.pin_prefix(list(range(7)), max_num_blocks=3) == 0
-    assert manager.pin_prefix(list(range(27)), max_num_blocks=3) == 24  # two of the three are pinned already
+        manager.prefixes.pin(list(range(100, 116)), max_num_blocks=3)
+    assert manager.prefixes.pin(list(range(7)), max_num_blocks=3) == 0
+    assert manager.prefixes.pin(list(range(27)), max_num_blocks=3) == 24  # two of the three are pinned already
 
 
 class BlockManagerMachine(RuleBasedStateMachine):

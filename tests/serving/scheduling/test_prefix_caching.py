@@ -79,10 +79,10 @@ def test_only_what_is_scheduled_is_found() -> None:
     prompt = engine.new_tokens(30)
     a = add(engine, prompt)
     engine.step()
-    [table] = engine.manager._find(engine.manager._hashes(a, 3))
+    [table] = engine.manager.prefixes.find(engine.manager.prefixes.hashes(a, 3))
     assert len(table) == 1  # 12 tokens
     engine.step()
-    [table] = engine.manager._find(a.block_hashes)
+    [table] = engine.manager.prefixes.find(a.block_hashes)
     assert len(table) == 3  # 24 tokens
     engine.drain()
 
