@@ -10,7 +10,21 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-template <typename T, bool HAS_RESIDUAL, bool ADDS_ONE, bool STREAM>
+// Whether rows of T are fetched before they are read. With AVX512 this gains more than it costs, in 16 bits only
+// without bfloat16. Elsewhere it costs a quarter of the time where the rows are in the caches, and the op before has
+// left them there if they fit (docs/cpu-kernels-lab-book.md).
+template <typename T>
+bool fetches_rows([[maybe_unused]] const RmsNormParams& p) {
+#if defined(__AVX512F__) && !defined(__AVX512BF16__)
+  return true;
+#elif defined(__AVX512F__)
+  return sizeof(T) == 4;
+#else
+  return sizeof(T) == 4 && p.num_rows * p.hidden_size * static_cast<int64_t>(sizeof(T)) >= MIN_STREAMED_BYTES;
+#endif
+}
+
+template <typename T, bool HAS_RESIDUAL, bool ADDS_ONE, bool STREAM, bool FETCHES>
 void rms_norm_row(const RmsNormParams& p, int64_t row) {
   const T* input = static_cast<const T*>(p.input) + p.input_rows[row];
   const T* weight = static_cast<const T*>(p.weight);
@@ -23,14 +37,8 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
     return x;
   };
   // The hardware fetches ahead only within a page of 4 KiB. The second pass reads nothing new, so it fetches the next
-  // row. The first pass fetches the lines that the second pass will write. Rows of 16 bits are fetched only with AVX512
-  // but no bfloat16, where this was measured to gain (docs/cpu-kernels.md). They are fetched with one try, as a line
-  // has two vectors.
-#if defined(__AVX512F__) && !defined(__AVX512BF16__)
-  constexpr bool FETCHES = true;
-#else
-  constexpr bool FETCHES = sizeof(T) == 4;
-#endif
+  // row. The first pass fetches the lines that the second pass will write. Of 16 bits, one try is enough, as a line has
+  // two vectors.
   constexpr int TRIES = sizeof(T) == 4 ? 3 : 1;
   const Vec sums = sum_vectors<T>(p.hidden_size, [&](Vec squares, int64_t i, auto load) {
     if constexpr (FETCHES && !HAS_RESIDUAL && !STREAM) prefetch_line(out + i);
@@ -59,17 +67,23 @@ void rms_norm_row(const RmsNormParams& p, int64_t row) {
   }
 }
 
-template <typename T, bool ADDS_ONE>
+template <typename T, bool ADDS_ONE, bool FETCHES>
 void rms_norm_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
   if (p.residual != nullptr) {
-    for (int64_t row = begin; row < end; ++row) rms_norm_row<T, true, ADDS_ONE, false>(p, row);
+    for (int64_t row = begin; row < end; ++row) rms_norm_row<T, true, ADDS_ONE, false, FETCHES>(p, row);
     return;
   }
   // The places of all rows are multiples of what divides both strides.
   choose_stream(MIN_STREAMED_BYTES, p.input, static_cast<const T*>(p.out), p.out_rows.stride | p.out_rows.group_stride,
                 p.num_rows, p.hidden_size, [&]<bool STREAM>() {
-                  for (int64_t row = begin; row < end; ++row) rms_norm_row<T, false, ADDS_ONE, STREAM>(p, row);
+                  for (int64_t row = begin; row < end; ++row) rms_norm_row<T, false, ADDS_ONE, STREAM, FETCHES>(p, row);
                 });
+}
+
+template <typename T, bool ADDS_ONE>
+void rms_norm_rows(const RmsNormParams& p, int64_t begin, int64_t end) {
+  fetches_rows<T>(p) ? rms_norm_rows<T, ADDS_ONE, true>(p, begin, end)
+                     : rms_norm_rows<T, ADDS_ONE, false>(p, begin, end);
 }
 
 template <typename T, typename W>
