@@ -49,8 +49,8 @@ class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None  # None beside calls, if there is no text
     refusal: None
-    reasoning_content: NotRequired[str]  # the thought, if there is one
-    reasoning: NotRequired[str]  # the same
+    reasoning_content: str | None  # the thought, if there is one
+    reasoning: str | None  # the same
     tool_calls: NotRequired[list[ToolCall]]  # if there are any
 
 
@@ -60,7 +60,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None  # stop, tool_calls or length, where an output is whole
     stop_reason: int | str | None
-    token_ids: NotRequired[list[int]]  # with return_token_ids
+    token_ids: list[int] | None  # with return_token_ids
 
 
 class ChatCompletionResponse(TypedDict):
@@ -72,8 +72,8 @@ class ChatCompletionResponse(TypedDict):
     service_tier: NotRequired[Literal["default"]]  # where the request names a tier
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]  # with return_token_ids
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None  # with return_token_ids
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses={200: EVENT_STREAM})
@@ -131,15 +131,18 @@ class ChatAnswer(Answer):
     def __init__(self, body: ChatCompletionRequest, job: Job, token_names: TokenNames) -> None:
         super().__init__(job)
         self._num_prompt_logprobs = body.prompt_logprobs
-        self._shows_token_ids = bool(body.return_token_ids)
+        self.shows_token_ids = bool(body.return_token_ids)
         self._logprobs: ChatLogprobsFormat | None = None
         if body.logprobs:
-            self._logprobs = ChatLogprobsFormat(token_names, body.top_logprobs or 0, job.params)
+            as_ids = bool(body.return_tokens_as_token_ids)
+            self._logprobs = ChatLogprobsFormat(token_names, body.top_logprobs or 0, job.params, as_ids)
 
     def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[LogprobsFormat]]:
-        """The first chunk of a choice says who speaks."""
+        """The first chunk of a choice says who speaks, and has the prompt's tokens if they are asked for."""
         indices = range(self.job.params.n)
         chunks = [writer.choice(index, '"delta":{"role":"assistant","content":""}') for index in indices]
+        if self.shows_token_ids:
+            chunks = [writer.with_prompt(chunk, self.job.prompts[place].token_ids) for chunk in chunks]
         return chunks, [self._logprobs for _ in indices]
 
     def render(self, text: str) -> str:
@@ -147,24 +150,28 @@ class ChatAnswer(Answer):
 
     def _fields(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         fields = super()._fields(outputs)
-        if self._num_prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(outputs[0], self._num_prompt_logprobs)
-        if self._shows_token_ids:
-            fields["prompt_token_ids"] = self.job.prompts[0].token_ids
+        asked = self._num_prompt_logprobs
+        fields["prompt_logprobs"] = None if asked is None else prompt_logprobs(outputs[0], asked)
+        fields["prompt_token_ids"] = self.job.prompts[0].token_ids if self.shows_token_ids else None
         return fields
 
     def _choices(self, outputs: list[RequestOutput]) -> Iterator[ChatChoice]:
         for index, completion in enumerate(outputs[0].outputs):
-            choice: ChatChoice = {
+            message: ChatMessage = {
+                "role": "assistant",
+                "content": completion.text,
+                "refusal": None,
+                "reasoning_content": None,
+                "reasoning": None,
+            }
+            yield {
                 "index": index,
-                "message": {"role": "assistant", "content": completion.text, "refusal": None},
+                "message": message,
                 "logprobs": None if self._logprobs is None else self._logprobs.add(completion),
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
+                "token_ids": completion.token_ids if self.shows_token_ids else None,
             }
-            if self._shows_token_ids:
-                choice["token_ids"] = completion.token_ids
-            yield choice
 
 
 class ParsedChatAnswer(ChatAnswer):
@@ -237,7 +244,8 @@ class ParsedChatChunks(JobChunks):
             events += parser.finish()
         deltas = [self._delta(index, event) for event in events]
         logprobs = form.add(completion) if form is not None and completion.token_ids else None
-        if not deltas and (logprobs is not None or finish_reason is not None):
+        token_ids = self._render_ids(index, completion)
+        if not deltas and (logprobs is not None or finish_reason is not None or token_ids):
             deltas = ["{}"]
         if index in self._has_calls:
             finish_reason = reason_with_calls(finish_reason)
@@ -247,7 +255,7 @@ class ParsedChatChunks(JobChunks):
             chunks.append(
                 self._writer.choice(
                     index,
-                    f'"delta":{delta}',
+                    f'"delta":{delta}{token_ids if i == 0 else ""}',
                     logprobs if i == 0 else None,
                     finish_reason if is_last else None,
                     completion.stop_reason if is_last else None,

@@ -207,7 +207,8 @@ class SamplingBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None, description="the last tokens of a prompt, so many of them; -1: as many as fit before the output"
     )
-    return_token_ids: bool | None = Field(None, description="token ids beside texts; not with stream")
+    return_token_ids: bool | None = Field(None, description="token ids beside texts")
+    return_tokens_as_token_ids: bool | None = Field(None, description="ids as the names of tokens in logprobs")
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
@@ -309,8 +310,6 @@ def _params(
     """Parameters from the body, or else from the model's defaults. chosen: the fields that the endpoint decides."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs: expected none with stream", param="prompt_logprobs")
-    if body.stream and body.return_token_ids:
-        raise ApiError(400, "return_token_ids: expected false with stream", param="return_token_ids")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: expected none without stream", param="stream_options")
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
