@@ -24,7 +24,13 @@ from pagedattn_serve.server.openai.answers import (
     Usage,
     respond,
 )
-from pagedattn_serve.server.openai.fields import ChatCompletionRequest, StreamOptions, chat_params
+from pagedattn_serve.server.openai.fields import (
+    ChatCompletionRequest,
+    StreamOptions,
+    chat_params,
+    generates,
+    num_output_tokens,
+)
 from pagedattn_serve.server.openai.logprobs import ChatLogprobs, ChatLogprobsFormat, PromptLogprobs, prompt_logprobs
 from pagedattn_serve.server.openai.service import Job, JobRunner, PromptTokens, Service, service_of
 from pagedattn_serve.server.openai.tools import requested_calls, template_tools
@@ -90,18 +96,17 @@ async def create_chat_completion(
 
 async def chat_prompt(body: ChatCompletionRequest, service: Service) -> PromptTokens:
     """The prompt that the chat makes. Raises ApiError."""
-    continues = body.continue_final_message is True
     text = await service.render(
         body.messages,
-        bool(body.add_generation_prompt) if continues else body.add_generation_prompt is not False,
+        generates(body.add_generation_prompt, body.continue_final_message),
         reasoning_effort=body.reasoning_effort,
         variables=body.chat_template_kwargs,
         tools=template_tools(body.tools),
-        continue_final_message=continues,
+        continue_final_message=body.continue_final_message is True,
     )
     service.check_characters(text, "messages")
     [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template writes them
-    return service.truncate(PromptTokens(text, token_ids), body, body.max_completion_tokens or body.max_tokens)
+    return service.truncate(PromptTokens(text, token_ids), body, num_output_tokens(body))
 
 
 async def chat_job(
@@ -114,7 +119,7 @@ async def chat_job(
     params, use = chat_params(body, service.defaults), requested_calls(body)
     prompt = await chat_prompt(body, service)
     num_tokens = len(prompt.token_ids)
-    service.check_room(num_tokens, None if clips else params.max_tokens, "messages")
+    service.check_room(num_tokens, None if clips else num_output_tokens(body), "messages")
     if clips and params.max_tokens is not None:
         params = replace(params, max_tokens=min(params.max_tokens, service.max_model_len - num_tokens))
     assert prompt.text is not None

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict  # which pydantic wants before Python 3.
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import ApiError, encode_json
 from pagedattn_serve.server.openai.answers import EVENT_STREAM, Answer, ChunkWriter, LogprobsFormat, Usage, respond
-from pagedattn_serve.server.openai.fields import CompletionRequest, completion_params
+from pagedattn_serve.server.openai.fields import CompletionRequest, completion_params, num_output_tokens
 from pagedattn_serve.server.openai.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsFormat,
@@ -60,9 +60,9 @@ async def create_completion(
     if body.truncate_prompt_tokens is not None:
         if body.echo:
             raise ApiError(400, "truncate_prompt_tokens: expected none with echo", param="truncate_prompt_tokens")
-        prompts = [service.truncate(prompt, body, body.max_tokens) for prompt in prompts]
+        prompts = [service.truncate(prompt, body, num_output_tokens(body)) for prompt in prompts]
     for prompt in prompts:
-        service.check_room(len(prompt.token_ids), body.max_tokens, "prompt")
+        service.check_room(len(prompt.token_ids), num_output_tokens(body), "prompt")
     job = service.job("cmpl-", prompts, params, body)
     return await respond(CompletionAnswer(body, job, service.token_names), body, request, service)
 

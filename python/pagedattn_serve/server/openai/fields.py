@@ -37,6 +37,7 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 NumOutputs = Annotated[int, Field(ge=1, le=MAX_OUTPUTS)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 FunctionName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_TEXTS)]
@@ -189,7 +190,7 @@ class SamplingBody(Body):
     # of vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -302,6 +303,19 @@ def chat_params(body: ChatCompletionRequest, defaults: SamplingParams) -> Sampli
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = body.top_logprobs or 0 if body.logprobs else None
     return _params(body, defaults, {"max_tokens": max_tokens, "logprobs": logprobs})
+
+
+def generates(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
+    """Whether a chat's prompt ends with the beginning of an answer: by default, unless it goes on with a message."""
+    return bool(add_generation_prompt) if continue_final_message else add_generation_prompt is not False
+
+
+def num_output_tokens(body: CompletionRequest | ChatCompletionRequest) -> int | None:
+    """How many tokens of output have to fit behind the prompt. None: any number."""
+    max_tokens = body.max_tokens
+    if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
+        max_tokens = body.max_completion_tokens
+    return max(max_tokens or 0, body.min_tokens or 0) or None
 
 
 def _params(

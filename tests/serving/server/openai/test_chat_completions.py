@@ -114,3 +114,11 @@ def test_prompt_logprobs(client: Any) -> None:
 def test_special_tokens_are_the_templates_alone(client: Any) -> None:
     by_chat = client.answer("/tokenize", messages=MESSAGES)["tokens"]
     assert by_chat == client.answer("/tokenize", prompt=BEGINNING, add_special_tokens=False)["tokens"]
+
+
+def test_the_tokens_of_a_message_that_goes_on(tools: Any) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure,"}]
+    fields = {"messages": messages, "continue_final_message": True}
+    answer = tools.answer(PATH, **fields, return_token_ids=True, max_tokens=1)
+    assert tools.answer("/tokenize", **fields)["tokens"] == answer["prompt_token_ids"]
+    assert tools.error("/tokenize", **fields, add_generation_prompt=True)[:2] == (400, "continue_final_message")

@@ -86,7 +86,7 @@ def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
         (RERANK, {"query": "a", "documents": "b"}, "documents", "documents: expected a list of strings or of objects"),
         (RERANK, {"query": "a", "documents": ["b", ""]}, "documents", "documents: expected one token at least"),
         (RERANK, {"query": "", "documents": ["b"]}, "query", "query: expected one token at least"),
-        (RERANK, {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "top_n: expected a number >= 1, got 0"),
+        (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n: expected a number >= 0, got -1"),
         (SCORE, {"text_1": ["a", "b"], "text_2": "c"}, "text_1", "text_1: expected one text, or 1 as in text_2, got 2"),
         (SCORE, {"text_1": [], "text_2": []}, "text_2", "text_2: expected 1 to 2,048 inputs, got 0"),
         (SCORE, {"text_1": "a", "text_2": 5}, "text_2", "text_2: expected a string or a list of strings, got 5"),
@@ -131,6 +131,24 @@ def test_scores(embedder: Any, llm: LLM) -> None:
         expected = [each.outputs.score for each in llm.score(first, second, use_tqdm=False)]
         assert answer["data"] == [{"index": i, "object": "score", "score": each} for i, each in enumerate(expected)]
         assert (answer["object"], answer["model"]) == ("list", "tiny")
+
+
+@pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+def test_scores_by_other_names(embedder: Any, names: tuple[str, str]) -> None:
+    """An error has the name that came."""
+    first, second = names
+    answer = embedder.answer("/score", **{first: TEXTS[0], second: TEXTS[1:]})
+    assert answer["data"] == embedder.answer(SCORE, text_1=TEXTS[0], text_2=TEXTS[1:])["data"]
+    wrong: list[tuple[Any, Any, str]] = [(TEXTS[0], 5, second), (TEXTS[0], [], second), (TEXTS[:2], TEXTS[:3], first)]
+    for of_first, of_second, param in [*wrong, ("the " * 200, "end", first)]:
+        assert embedder.error("/score", **{first: of_first, second: of_second})[:2] == (400, param)
+    assert embedder.error("/score", **{first: "end", second: "end", "text_1": "end"})[:2] == (400, first)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
+def test_other_paths_of_rerank(embedder: Any, path: str) -> None:
+    fields = {"query": TEXTS[0], "documents": TEXTS[1:]}
+    assert embedder.answer(path, top_n=0, **fields)["results"] == embedder.answer(RERANK, **fields)["results"]
 
 
 def test_a_reranker(tmp_path: Path, serve: Callable[..., AbstractContextManager[Any]]) -> None:

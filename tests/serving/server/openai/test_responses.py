@@ -70,6 +70,16 @@ def test_a_text(client: Any, stream: bool) -> None:
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
+def test_sampling_is_that_of_chats(demo: Any) -> None:
+    fields = {"temperature": 0.5, "seed": 4, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.7}
+    messages = [{"role": "user", "content": "A class"}]
+    chat = demo.answer("/v1/chat/completions", messages=messages, max_tokens=60, **fields)
+    response = respond(demo, input="A class", max_output_tokens=60, **fields)
+    assert text_of(response) == chat["choices"][0]["message"]["content"]
+    without = respond(demo, input="A class", max_output_tokens=60, **{**fields, "repetition_penalty": 1})
+    assert text_of(without) != text_of(response)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_is_cut(client: Any, stream: bool) -> None:
     response = respond(client, stream, input=BEGINNING, **SHORT)

@@ -15,6 +15,7 @@ from pagedattn_serve.server.openai.fields import (
     MetadataValue,
     PromptCacheOptions,
     ReasoningEffort,
+    RepetitionPenalty,
     ServiceTier,
     StreamOptions,
 )
@@ -125,6 +126,7 @@ class ResponseRequest(Body):
     # of vLLM's
     seed: int | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -134,7 +136,7 @@ class ResponseRequest(Body):
 # Fields that a chat has under the same name.
 SAME = (
     *("model", "parallel_tool_calls", "temperature", "top_p", "presence_penalty", "frequency_penalty", "service_tier"),
-    *("seed", "top_k", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
+    *("seed", "top_k", "repetition_penalty", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
 )
 
 
