@@ -187,6 +187,7 @@ class ParsedChatAnswer(ChatAnswer):
     def __init__(self, body: ChatCompletionRequest, job: Job, service: Service, turn: Turn) -> None:
         super().__init__(body, job, service.token_names)
         self.turn = turn
+        self.shows_thoughts = body.include_reasoning is not False
         self._service = service
 
     def new_call_id(self) -> str:
@@ -212,7 +213,7 @@ class ParsedChatAnswer(ChatAnswer):
     def _choices(self, outputs: list[RequestOutput]) -> Iterator[ChatChoice]:
         for choice, parsed in zip(super()._choices(outputs), self._parsed, strict=True):
             message: ChatMessage = {**choice["message"], "content": parsed.content}
-            if parsed.reasoning:
+            if parsed.reasoning and self.shows_thoughts:
                 message["reasoning_content"] = message["reasoning"] = parsed.reasoning
             if parsed.calls:
                 message["content"] = parsed.content or None
@@ -247,6 +248,8 @@ class ParsedChatChunks(JobChunks):
         finish_reason = completion.finish_reason
         if finish_reason is not None:
             events += parser.finish()
+        if not self._parsed_answer.shows_thoughts:
+            events = [event for event in events if not isinstance(event, Reasoning)]
         deltas = [self._delta(index, event) for event in events]
         logprobs = form.add(completion) if form is not None and completion.token_ids else None
         token_ids = self._render_ids(index, completion)

@@ -269,6 +269,7 @@ class ChatCompletionRequest(SamplingBody):
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_BUDGET)] | None = Field(
         None, description="tokens of a thought, at most"
     )
+    include_reasoning: bool | None = Field(None, description="false leaves thoughts out of the answer")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
 

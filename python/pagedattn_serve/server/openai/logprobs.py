@@ -98,14 +98,13 @@ class CompletionLogprobsFormat:
             self._offset += len(name)
 
     def _top(self, token_id: int, entries: Entries) -> dict[str, float]:
-        """The likeliest tokens and the token itself by name. If several have one name, it is the token's or else the
+        """The token itself and the likeliest ones by name. If several have one name, it is the token's or else the
         likeliest one's; the names of the others are their ids."""
-        own = entries[token_id].decoded_token or ""
         top: dict[str, float] = {}
-        for each_id, entry in sorted(entries.items(), key=lambda item: item[1].rank):
+        for each_id, entry in sorted(entries.items(), key=lambda item: (item[0] != token_id, item[1].rank)):
             if entry.rank <= self._num_top or each_id == token_id:
                 name = entry.decoded_token or ""
-                if self._as_ids or (each_id != token_id and (name == own or name in top)):
+                if self._as_ids or name in top:
                     name = _id_name(each_id)
                 top[name] = _finite(entry.logprob)
         return top

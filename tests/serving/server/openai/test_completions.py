@@ -226,6 +226,7 @@ def test_echoed_logprobs_score_a_text(demo: Any) -> None:
         logprobs = scored["logprobs"]
         assert scored["text"].startswith(whole)
         assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        assert logprobs["tokens"][1:] == [next(iter(top)) for top in logprobs["top_logprobs"][1:]]
         lengths = {len(each) for each in logprobs.values()}
         assert lengths == {len(demo.answer("/tokenize", prompt=whole)["tokens"]) + num_new}
         begin = next(i for i, at in enumerate(logprobs["text_offset"]) if at >= len("A class"))
