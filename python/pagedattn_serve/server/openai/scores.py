@@ -16,8 +16,9 @@ from pagedattn_serve.server.openai.embeddings import (
     EmbeddingUsage,
     PoolingBody,
     check_number,
-    check_texts,
+    checked_texts,
     embed,
+    first_tokens,
     tokenize,
     usage_of,
 )
@@ -145,15 +146,14 @@ async def _score(
     (first, firsts), (second, seconds) = texts.items()
     times = len(seconds) // len(firsts)
     if service.scores_pairs:
-        check_texts(firsts, service, first)
-        check_texts(seconds, service, second)
+        firsts, seconds = (checked_texts(each, body, service, name) for name, each in texts.items())
         token_ids = await service.tokenize_pairs(firsts * times, seconds, second)
-        for each in token_ids:
-            service.check_length(len(each), second)
-        prompts = [PromptTokens(None, each) for each in token_ids]
+        prompts = [PromptTokens(None, first_tokens(each, body, service)) for each in token_ids]
+        for prompt in prompts:
+            service.check_length(len(prompt.token_ids), second)
         job, outputs = await embed(id_prefix, prompts, PoolingParams(), body, request, service)
         return job, [_embedding(output)[0] for output in outputs]
-    prompts = await tokenize(firsts, service, first) + await tokenize(seconds, service, second)
+    prompts = await tokenize(firsts, body, service, first) + await tokenize(seconds, body, service, second)
     job, outputs = await embed(id_prefix, prompts, PoolingParams(), body, request, service)
     of_firsts, of_seconds = outputs[: len(firsts)] * times, outputs[len(firsts) :]
 

@@ -103,7 +103,7 @@ class Service:
         self.output_format = output_format(config.tool_call_parser, config.reasoning_parser, template, special_tokens)
         added_tokens = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
         self.takes_budget = self.output_format.takes_budget(added_tokens)  # of the tokens of a thought
-        self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+        self.max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError unless the name is the model's, or None."""
@@ -196,7 +196,7 @@ class Service:
     def check_characters(self, text: str, param: str) -> None:
         """Raises ApiError for a text that is too long even if all tokens are as long as the longest token. Such a text
         could keep the tokenizer for a minute."""
-        if len(text) > self._max_characters:
+        if len(text) > self.max_characters:
             raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
 
     def job(

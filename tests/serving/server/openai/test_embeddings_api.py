@@ -133,6 +133,27 @@ def test_scores(embedder: Any, llm: LLM) -> None:
         assert (answer["object"], answer["model"]) == ("list", "tiny")
 
 
+@pytest.mark.parametrize("most", [3, -1])
+def test_the_first_tokens_of_a_text(embedder: Any, llm: LLM, most: int) -> None:
+    """Also of a text that could keep the tokenizer for long; the end token stays, if there is one."""
+    kept = 3 if most == 3 else MAX_LEN
+    token_ids = [5 + i % 40 for i in range(MAX_LEN + 7)]
+    for given, left in ((token_ids, token_ids[:kept]), ([*token_ids, 0], [*token_ids[: kept - 1], 0])):
+        answer = embedder.answer(EMBEDDINGS, input=given, truncate_prompt_tokens=most)
+        assert answer["data"][0]["embedding"] == vectors(llm, [left])[0]
+        assert answer["usage"]["prompt_tokens"] == kept
+    text = "the cat sat on the mat " * 10_000
+    [answer] = embedder.answer(EMBEDDINGS, input=text, truncate_prompt_tokens=most)["data"]
+    assert answer["embedding"] == vectors(llm, [llm.llm_engine.tokenize(text[:1000])[:kept]])[0]
+    for path, fields in (
+        (RERANK, {"query": text, "documents": [text, "end"]}),
+        (SCORE, {"text_1": "a", "text_2": text}),
+    ):
+        assert embedder.error(path, **fields)[0] == 400
+        assert embedder.answer(path, truncate_prompt_tokens=most, **fields)
+    assert embedder.error(EMBEDDINGS, input="a", truncate_prompt_tokens=0)[:2] == (400, "truncate_prompt_tokens")
+
+
 @pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
 def test_scores_by_other_names(embedder: Any, names: tuple[str, str]) -> None:
     """An error has the name that came."""
@@ -166,6 +187,8 @@ def test_a_reranker(tmp_path: Path, serve: Callable[..., AbstractContextManager[
         assert client.error(EMBEDDINGS, input="a")[:2] == (400, "model")
         status, param, message = client.error(RERANK, query="a" * 90, documents=["b" * 90])
         assert (status, param) == (400, "documents") and "maximum context length" in message
+        answer = client.answer(RERANK, query="a" * 90, documents=["b" * 90], truncate_prompt_tokens=100)
+        assert answer["usage"]["prompt_tokens"] == 100
 
 
 def test_embeddings_of_a_model_that_generates(demo: Any, demo_engine: LLMEngine) -> None:
