@@ -41,6 +41,9 @@ RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REP
 FunctionName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_TEXTS)]
+StopTokenIds = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)]
+LogitBias = Annotated[dict[str, float], Field(max_length=MAX_BIASES)]
+MinP = Annotated[float, Field(ge=0, le=1)]
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
@@ -168,7 +171,7 @@ class SamplingBody(Body):
     stop: StopString | StopStrings | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -189,11 +192,11 @@ class SamplingBody(Body):
     )
     # of vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: StopTokenIds | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
