@@ -15,7 +15,7 @@ from typing_extensions import TypedDict  # which pydantic wants before Python 3.
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.pooling_params import PoolingParams
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
-from pagedattn_serve.server.openai.fields import Body, Texts, TokenIds
+from pagedattn_serve.server.openai.fields import Body, Texts, TokenIds, TruncationSide
 from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, service_of, while_connected
 
 MAX_INPUTS = 2048  # OpenAI's
@@ -34,6 +34,7 @@ class PoolingBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None, description="the first tokens of a text, so many of them; -1: as many as the model takes"
     )
+    truncation_side: TruncationSide | None = Field(None, description="the side that is cut off; right if not given")
 
 
 class EmbeddingRequest(PoolingBody):
@@ -109,7 +110,7 @@ async def _tokenize(body: EmbeddingRequest, service: Service) -> list[PromptToke
             if not 0 <= token_id < service.vocab_size:
                 message = f"input: expected token ids in [0, {service.vocab_size - 1}], got {token_id}"
                 raise ApiError(400, message, param="input")
-    prompts = [PromptTokens(None, first_tokens(token_ids, body, service)) for token_ids in inputs]
+    prompts = [PromptTokens(None, shortened(token_ids, body, service)) for token_ids in inputs]
     for prompt in prompts:
         service.check_length(len(prompt.token_ids), "input")
     return prompts
@@ -121,34 +122,35 @@ async def tokenize(
     """Texts of the field `param`, as prompts. Raises ApiError, which names the field."""
     texts = checked_texts(texts, body, service, param)
     token_ids = await service.tokenize(texts, add_special_tokens, param)
-    prompts = [
-        PromptTokens(text, first_tokens(each, body, service)) for text, each in zip(texts, token_ids, strict=True)
-    ]
+    prompts = [PromptTokens(text, shortened(each, body, service)) for text, each in zip(texts, token_ids, strict=True)]
     for prompt in prompts:
         service.check_length(len(prompt.token_ids), param)
     return prompts
 
 
 def checked_texts(texts: list[str], body: PoolingBody, service: Service, param: str) -> list[str]:
-    """The texts, or of each what its first tokens may stand for, if the request wants no more. Raises ApiError for
-    texts that would keep the tokenizer too long."""
+    """The texts, or of each what the tokens may stand for that the request wants of it. Raises ApiError for texts that
+    would keep the tokenizer too long."""
     check_number(len(texts), param)
     if body.truncate_prompt_tokens is not None:
-        return [text[: service.max_characters] for text in texts]
+        most = service.max_characters
+        return [text[-most:] if body.truncation_side == "left" else text[:most] for text in texts]
     for text in texts:
         service.check_characters(text, param)
     return texts
 
 
-def first_tokens(token_ids: list[int], body: PoolingBody, service: Service) -> list[int]:
-    """The tokens, or the first of them if the request wants no more. Special tokens at the end stay: an embedding may
-    be that of the last token. Raises ApiError."""
+def shortened(token_ids: list[int], body: PoolingBody, service: Service) -> list[int]:
+    """The tokens, or the first of them, or last ones, if the request wants no more. Special tokens at the end stay: an
+    embedding may be that of the last token. Raises ApiError."""
     most = body.truncate_prompt_tokens
     if most == 0:
         message = "truncate_prompt_tokens: expected -1, or 1 and more, got 0"
         raise ApiError(400, message, param="truncate_prompt_tokens")
     if most is None or len(token_ids) <= (most := service.max_model_len if most == -1 else most):
         return token_ids
+    if body.truncation_side == "left":
+        return token_ids[-most:]
     num_special = len(list(takewhile(service.token_names.special_texts.__contains__, reversed(token_ids))))
     return (token_ids[: max(most - num_special, 0)] + token_ids[len(token_ids) - num_special :])[:most]
 

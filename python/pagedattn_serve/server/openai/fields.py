@@ -47,6 +47,7 @@ MinP = Annotated[float, Field(ge=0, le=1)]
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+TruncationSide = Literal["left", "right"]
 MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
@@ -211,6 +212,7 @@ class SamplingBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None, description="the last tokens of a prompt, so many of them; -1: as many as fit before the output"
     )
+    truncation_side: TruncationSide | None = Field(None, description="the side that is cut off; left if not given")
     return_token_ids: bool | None = Field(None, description="token ids beside texts")
     return_tokens_as_token_ids: bool | None = Field(None, description="ids as the names of tokens in logprobs")
     structured_outputs: StructuredOutputs | None = None

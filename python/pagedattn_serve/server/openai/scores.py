@@ -18,7 +18,7 @@ from pagedattn_serve.server.openai.embeddings import (
     check_number,
     checked_texts,
     embed,
-    first_tokens,
+    shortened,
     tokenize,
     usage_of,
 )
@@ -148,7 +148,7 @@ async def _score(
     if service.scores_pairs:
         firsts, seconds = (checked_texts(each, body, service, name) for name, each in texts.items())
         token_ids = await service.tokenize_pairs(firsts * times, seconds, second)
-        prompts = [PromptTokens(None, first_tokens(each, body, service)) for each in token_ids]
+        prompts = [PromptTokens(None, shortened(each, body, service)) for each in token_ids]
         for prompt in prompts:
             service.check_length(len(prompt.token_ids), second)
         job, outputs = await embed(id_prefix, prompts, PoolingParams(), body, request, service)

@@ -182,7 +182,7 @@ class Service:
         return num_tokens_within(parser.thoughts, detokenizer, token_ids)
 
     def truncate(self, prompt: PromptTokens, body: SamplingBody, max_tokens: int | None) -> PromptTokens:
-        """The prompt, or its last tokens if the request wants no more. Raises ApiError."""
+        """The prompt, or its last tokens, or first ones, if the request wants no more. Raises ApiError."""
         most = body.truncate_prompt_tokens
         if most is None:
             return prompt
@@ -191,7 +191,8 @@ class Service:
             raise ApiError(400, message, param="truncate_prompt_tokens")
         if most == -1:
             most = max(self.max_model_len - (max_tokens or 1), 1)
-        return PromptTokens(prompt.text, prompt.token_ids[-most:])
+        kept = prompt.token_ids[:most] if body.truncation_side == "right" else prompt.token_ids[-most:]
+        return PromptTokens(prompt.text, kept)
 
     def check_characters(self, text: str, param: str) -> None:
         """Raises ApiError for a text that is too long even if all tokens are as long as the longest token. Such a text

@@ -92,6 +92,8 @@ def test_the_last_tokens_of_a_prompt(client: Any, given: int) -> None:
     fields = {"truncate_prompt_tokens": given, "max_tokens": 5, "return_token_ids": True}
     [choice] = client.answer(PATH, prompt=prompt, **fields)["choices"]
     assert choice["prompt_token_ids"] == prompt[-kept:]
+    [choice] = client.answer(PATH, prompt=prompt, truncation_side="right", **fields)["choices"]
+    assert choice["prompt_token_ids"] == prompt[:kept]
     for wrong in ({"truncate_prompt_tokens": 0}, {**fields, "echo": True}, {**fields, "prompt_logprobs": 1}):
         status, param, _ = client.error(PATH, prompt=prompt, **wrong)
         assert (status, param) == (400, "truncate_prompt_tokens")

@@ -142,6 +142,8 @@ def test_the_first_tokens_of_a_text(embedder: Any, llm: LLM, most: int) -> None:
         answer = embedder.answer(EMBEDDINGS, input=given, truncate_prompt_tokens=most)
         assert answer["data"][0]["embedding"] == vectors(llm, [left])[0]
         assert answer["usage"]["prompt_tokens"] == kept
+    [answer] = embedder.answer(EMBEDDINGS, input=token_ids, truncate_prompt_tokens=most, truncation_side="left")["data"]
+    assert answer["embedding"] == vectors(llm, [token_ids[-kept:]])[0]
     text = "the cat sat on the mat " * 10_000
     [answer] = embedder.answer(EMBEDDINGS, input=text, truncate_prompt_tokens=most)["data"]
     assert answer["embedding"] == vectors(llm, [llm.llm_engine.tokenize(text[:1000])[:kept]])[0]
