@@ -17,7 +17,10 @@ class BadArgument(Exception):
     def __init__(self, argument: str, expected: str, got: object = "", place: str = "") -> None:
         self.argument = argument
         self.expected = expected
-        self.got = str(got)
+        try:
+            self.got = str(got)
+        except ValueError:  # Python writes no int of thousands of digits
+            self.got = f"one of {got.bit_length():,} bits" if isinstance(got, int) else type(got).__name__
         self.place = place
         super().__init__(argument, expected, self.got, place)  # so that the error can be pickled
 

@@ -381,8 +381,8 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
             raise ArgumentTypeError("logit_bias", "pairs of token id and bias", repr(pair))
         token_id, bias = pair
         if isinstance(token_id, str):
-            if not re.fullmatch("[0-9]+", token_id):
-                raise ArgumentError("logit_bias", "token ids", repr(token_id))
+            if not re.fullmatch("[0-9]{1,19}", token_id):
+                raise ArgumentError("logit_bias", "token ids", repr(token_id[:100]))
             token_id = int(token_id)
         check_int("logit_bias", token_id, 0)
         check_float("logit_bias", bias, -_MAX_BIAS, _MAX_BIAS)

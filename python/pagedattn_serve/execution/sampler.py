@@ -280,7 +280,10 @@ def _rank(logprobs: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
 
 
 def _reports(ranked: Tensor, num_tokens: int, counts: list[int]) -> list[dict[int, Logprob]]:
-    """`SamplerOutput.top_logprobs` from the result of `_rank`. counts: how many of the most likely, for each row."""
+    """`SamplerOutput.top_logprobs` from the result of `_rank`, the given tokens first, as with vLLM.
+
+    counts: how many of the most likely, for each row.
+    """
     num_top = (ranked.shape[1] - 3 * num_tokens) // 2
     of_given = [num_tokens] * 3
     ids, ranks, logprobs, top_ids, top = ranked.cpu().split_with_sizes([*of_given, num_top, num_top], dim=1)
@@ -295,10 +298,9 @@ def _reports(ranked: Tensor, num_tokens: int, counts: list[int]) -> list[dict[in
     )
     reports = []
     for count, row_ids, row_ranks, row_logprobs, row_top_ids, row_top in rows:
-        entries = _most_likely(row_top_ids[:count], row_top[:count])
-        for token_id, rank, logprob in zip(row_ids, row_ranks, row_logprobs, strict=True):
-            entries.setdefault(token_id, Logprob(logprob, rank))
-        reports.append(entries)
+        numbers = zip(row_ids, row_ranks, row_logprobs, strict=True)
+        given = {token_id: Logprob(logprob, rank) for token_id, rank, logprob in numbers}
+        reports.append(given | _most_likely(row_top_ids[:count], row_top[:count]))
     return reports
 
 

@@ -327,10 +327,11 @@ def check_logprobs(expected: torch.Tensor, completion: CompletionOutput, count: 
             # One rank, unless another token is as likely but for rounding.
             higher, not_lower = (row > entry.logprob + 2e-4).sum(), (row >= entry.logprob - 2e-4).sum()
             assert higher < entry.rank <= not_lower
-        top = list(entries.values())[:count]
+        ranked = sorted(entries, key=lambda entry_id: entries[entry_id].rank)
+        top = [entries[entry_id] for entry_id in ranked[:count]]
         assert [entry.logprob for entry in top] == pytest.approx(row.topk(count).values.tolist(), abs=1e-4)
         assert [entry.rank for entry in top] == list(range(1, count + 1))
-        assert list(entries)[count:] == ([] if token_id in list(entries)[:count] else [token_id])
+        assert next(iter(entries)) == token_id and ranked[count:] == ([] if token_id in ranked[:count] else [token_id])
 
 
 @pytest.mark.parametrize("options", [dict(), SMALL], ids=["large", "small"])

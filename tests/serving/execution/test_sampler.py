@@ -404,7 +404,10 @@ def test_reported_are_the_most_likely_tokens_and_the_sampled_one(
 ) -> None:
     token_id, entries = report(logits, SamplingParams(temperature=temperature, seed=seed, logprobs=count))
     most_likely = sorted((logit for logit in logits if logit > -math.inf), reverse=True)[:count]
-    assert [logits[i] for i in entries] in (most_likely, [*most_likely, logits[token_id]])
+    own, *others = (logits[i] for i in entries)
+    assert next(iter(entries)) == token_id, "as with vLLM"
+    assert sorted([own, *others], reverse=True)[: len(most_likely)] == most_likely
+    assert others == sorted(others, reverse=True) and len(entries) <= len(most_likely) + 1
     log_sum = max(logits) + math.log(sum(math.exp(logit - max(logits)) for logit in logits))
     for i, entry in entries.items():
         assert entry.logprob == pytest.approx(logits[i] - log_sum, rel=1e-5, abs=1e-6)
@@ -418,10 +421,10 @@ def test_a_report_by_hand() -> None:
     assert token_id == 1 and list(entries) in ([1, 2], [1, 3])
     assert [(entry.rank, round(math.exp(entry.logprob), 5)) for entry in entries.values()] == [(1, 0.4), (2, 0.2)]
     assert report(logits, SamplingParams(temperature=0, logprobs=0))[1].keys() == {1}
-    # A token that is not among the most likely ones comes last; of five, the two least likely share the fourth rank.
+    # Of five, the two least likely share the fourth rank.
     for seed in range(100):
         token_id, entries = report(logits, SamplingParams(temperature=1e9, seed=seed, logprobs=1))
-        assert list(entries) == ([1] if token_id == 1 else [1, token_id])
+        assert list(entries) == ([1] if token_id == 1 else [token_id, 1])
         assert entries[token_id].rank == [4, 1, 2, 2, 4][token_id]
 
 
@@ -554,8 +557,8 @@ def test_tokens_are_chosen_by_the_logits_as_changed(changes: dict[str, Any], tem
     expected = logits.double().log_softmax(dim=-1).tolist()
     assert output.logprobs == pytest.approx([expected[3], expected[token_id], expected[3]], rel=1e-5)
     entries = output.top_logprobs[1]
-    assert entries is not None and list(entries) == [3, token_id]
-    assert [entry.rank for entry in entries.values()] == [1, 4 if token_id == 2 else 2]
+    assert entries is not None and list(entries) == [token_id, 3]
+    assert [entry.rank for entry in entries.values()] == [4 if token_id == 2 else 2, 1]
     assert output.errors == {}
 
 
@@ -734,7 +737,7 @@ def test_prompt_logprobs(num_top: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for i, (token_id, each) in enumerate(zip(token_ids, entries, strict=True)):
         assert each is not None and token_id in each
         most_likely = logits[i].argsort(descending=True)[:num_top].tolist()
-        assert list(each) == most_likely + [token_id] * (token_id not in most_likely)
+        assert list(each) == [token_id, *(other for other in most_likely if other != token_id)]
         for other, entry in each.items():
             assert entry.logprob == pytest.approx(expected[i, other].item(), rel=1e-5, abs=1e-6)
             assert entry.rank == 1 + (logits[i] > logits[i, other]).sum()

@@ -1,6 +1,7 @@
 """Errors about arguments: their fields, the message that the fields make, and what re-raising keeps."""
 
 import pickle
+from typing import Any
 
 import pytest
 
@@ -52,3 +53,11 @@ def test_parameters_raise_them() -> None:
     with pytest.raises(ArgumentTypeError) as wrong_type:
         SamplingParams(n="two")  # type: ignore[arg-type]
     assert (wrong_type.value.argument, wrong_type.value.got) == ("n", "'two' of type str")
+
+
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "seed", "top_k", "logit_bias"])
+def test_an_int_that_python_does_not_write(name: str) -> None:
+    """Of more than 4,300 digits."""
+    value: Any = -(10**5000)
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, got one of 16,610 bits$"):
+        SamplingParams(**{name: {5: value} if name == "logit_bias" else value})

@@ -60,7 +60,7 @@ class ChunkWriter:
 
     def __init__(self, head: dict[str, Any], options: StreamOptions | None) -> None:
         self.counts_at_end = options is not None and bool(options.include_usage)
-        self.counts_on = options is not None and bool(options.continuous_usage_stats)
+        self.counts_on = self.counts_at_end and options is not None and bool(options.continuous_usage_stats)
         self._head = f'data: {encode_json(head)[:-1]},"choices":['
         self._tail = '],"usage":null}\n\n' if self.counts_at_end else "]}\n\n"
 
@@ -79,6 +79,10 @@ class ChunkWriter:
             end = f'"{finish_reason}","stop_reason":{encode_json(stop_reason)}'
         return f'{self._head}{{"index":{index},{content},"logprobs":{logprobs_json},"finish_reason":{end}}}{self._tail}'
 
+    def with_prompt(self, chunk: str, token_ids: list[int]) -> str:
+        """A chunk with the tokens of the prompt beside its choices."""
+        return chunk.replace('"choices":[', f'"prompt_token_ids":{encode_json(token_ids)},"choices":[', 1)
+
     def usage(self, usage: Usage) -> str:
         """The chunk after the chunks of all choices."""
         return self.with_usage(f"{self._head}{self._tail}", usage)
@@ -96,12 +100,13 @@ class Answer:
     """The outputs of one job in the form that the request asks for. Each endpoint has its own form.
 
     kind, chunk_kind: the field `object` of a whole answer, and of a chunk. shows_output: whether the answer has more
-    than the prompt.
+    than the prompt. shows_token_ids: whether it has the ids of tokens beside their texts.
     """
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     shows_output = True
+    shows_token_ids = False
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -134,6 +139,10 @@ class Answer:
         """New text of a choice as the JSON of a chunk's field."""
         raise NotImplementedError
 
+    def render_prompt_ids(self, place: int) -> str:
+        """The fields that the first chunk with tokens of a choice has for the prompt, beside `token_ids`."""
+        return ""
+
     def _fields(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """A whole answer without its choices."""
         num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
@@ -157,6 +166,7 @@ class JobChunks:
         self._nums_tokens: Counter[int] = Counter()  # by the place of the prompt
         self._nums_cached: Counter[int] = Counter()  # the same, of tokens of the prompt
         self._sent: set[int] = set()  # places of the prompts of whose outputs something was sent
+        self._begun: set[int] = set()  # indices of choices that have told ids of tokens
 
     async def send_all(self, send: SendEvents) -> None:
         """Raises ApiError as `JobRunner.run`."""
@@ -190,9 +200,21 @@ class JobChunks:
         logprobs = None
         if form is not None and completion.token_ids:
             logprobs = form.add(completion)
-        if not text and logprobs is None and finish_reason is None:
+        token_ids = self._render_ids(index, completion)
+        if not text and logprobs is None and finish_reason is None and not token_ids:
             return []
-        return [self._writer.choice(index, self._answer.render(text), logprobs, finish_reason, completion.stop_reason)]
+        content = self._answer.render(text) + token_ids
+        return [self._writer.choice(index, content, logprobs, finish_reason, completion.stop_reason)]
+
+    def _render_ids(self, index: int, completion: CompletionOutput) -> str:
+        """The fields of a chunk with the ids of new tokens, to follow its text; empty if they are not asked for."""
+        if not self._answer.shows_token_ids:
+            return ""
+        fields = f',"token_ids":{encode_json(completion.token_ids)}'
+        if index not in self._begun:
+            self._begun.add(index)
+            fields += self._answer.render_prompt_ids(index // self._job.params.n)
+        return fields
 
     def _usage(self) -> Usage:
         return make_usage(self._job.num_prompt_tokens, self._nums_tokens.total(), self._nums_cached.total())

@@ -24,7 +24,13 @@ from pagedattn_serve.server.openai.answers import (
     Usage,
     respond,
 )
-from pagedattn_serve.server.openai.fields import ChatCompletionRequest, StreamOptions, chat_params
+from pagedattn_serve.server.openai.fields import (
+    ChatCompletionRequest,
+    StreamOptions,
+    chat_params,
+    generates,
+    num_output_tokens,
+)
 from pagedattn_serve.server.openai.logprobs import ChatLogprobs, ChatLogprobsFormat, PromptLogprobs, prompt_logprobs
 from pagedattn_serve.server.openai.service import Job, JobRunner, PromptTokens, Service, service_of
 from pagedattn_serve.server.openai.tools import requested_calls, template_tools
@@ -49,8 +55,8 @@ class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None  # None beside calls, if there is no text
     refusal: None
-    reasoning_content: NotRequired[str]  # the thought, if there is one
-    reasoning: NotRequired[str]  # the same
+    reasoning_content: str | None  # the thought, if there is one
+    reasoning: str | None  # the same
     tool_calls: NotRequired[list[ToolCall]]  # if there are any
 
 
@@ -60,7 +66,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: str | None  # stop, tool_calls or length, where an output is whole
     stop_reason: int | str | None
-    token_ids: NotRequired[list[int]]  # with return_token_ids
+    token_ids: list[int] | None  # with return_token_ids
 
 
 class ChatCompletionResponse(TypedDict):
@@ -72,8 +78,8 @@ class ChatCompletionResponse(TypedDict):
     service_tier: NotRequired[Literal["default"]]  # where the request names a tier
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]  # with return_token_ids
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None  # with return_token_ids
 
 
 @router.post("/v1/chat/completions", response_model=ChatCompletionResponse, responses={200: EVENT_STREAM})
@@ -90,18 +96,17 @@ async def create_chat_completion(
 
 async def chat_prompt(body: ChatCompletionRequest, service: Service) -> PromptTokens:
     """The prompt that the chat makes. Raises ApiError."""
-    continues = body.continue_final_message is True
     text = await service.render(
         body.messages,
-        bool(body.add_generation_prompt) if continues else body.add_generation_prompt is not False,
+        generates(body.add_generation_prompt, body.continue_final_message),
         reasoning_effort=body.reasoning_effort,
         variables=body.chat_template_kwargs,
         tools=template_tools(body.tools),
-        continue_final_message=continues,
+        continue_final_message=body.continue_final_message is True,
     )
     service.check_characters(text, "messages")
     [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template writes them
-    return service.truncate(PromptTokens(text, token_ids), body, body.max_completion_tokens or body.max_tokens)
+    return service.truncate(PromptTokens(text, token_ids), body, num_output_tokens(body))
 
 
 async def chat_job(
@@ -114,7 +119,7 @@ async def chat_job(
     params, use = chat_params(body, service.defaults), requested_calls(body)
     prompt = await chat_prompt(body, service)
     num_tokens = len(prompt.token_ids)
-    service.check_room(num_tokens, None if clips else params.max_tokens, "messages")
+    service.check_room(num_tokens, None if clips else num_output_tokens(body), "messages")
     if clips and params.max_tokens is not None:
         params = replace(params, max_tokens=min(params.max_tokens, service.max_model_len - num_tokens))
     assert prompt.text is not None
@@ -131,15 +136,18 @@ class ChatAnswer(Answer):
     def __init__(self, body: ChatCompletionRequest, job: Job, token_names: TokenNames) -> None:
         super().__init__(job)
         self._num_prompt_logprobs = body.prompt_logprobs
-        self._shows_token_ids = bool(body.return_token_ids)
+        self.shows_token_ids = bool(body.return_token_ids)
         self._logprobs: ChatLogprobsFormat | None = None
         if body.logprobs:
-            self._logprobs = ChatLogprobsFormat(token_names, body.top_logprobs or 0, job.params)
+            as_ids = bool(body.return_tokens_as_token_ids)
+            self._logprobs = ChatLogprobsFormat(token_names, body.top_logprobs or 0, job.params, as_ids)
 
     def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[LogprobsFormat]]:
-        """The first chunk of a choice says who speaks."""
+        """The first chunk of a choice says who speaks, and has the prompt's tokens if they are asked for."""
         indices = range(self.job.params.n)
         chunks = [writer.choice(index, '"delta":{"role":"assistant","content":""}') for index in indices]
+        if self.shows_token_ids:
+            chunks = [writer.with_prompt(chunk, self.job.prompts[place].token_ids) for chunk in chunks]
         return chunks, [self._logprobs for _ in indices]
 
     def render(self, text: str) -> str:
@@ -147,24 +155,28 @@ class ChatAnswer(Answer):
 
     def _fields(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         fields = super()._fields(outputs)
-        if self._num_prompt_logprobs is not None:
-            fields["prompt_logprobs"] = prompt_logprobs(outputs[0], self._num_prompt_logprobs)
-        if self._shows_token_ids:
-            fields["prompt_token_ids"] = self.job.prompts[0].token_ids
+        asked = self._num_prompt_logprobs
+        fields["prompt_logprobs"] = None if asked is None else prompt_logprobs(outputs[0], asked)
+        fields["prompt_token_ids"] = self.job.prompts[0].token_ids if self.shows_token_ids else None
         return fields
 
     def _choices(self, outputs: list[RequestOutput]) -> Iterator[ChatChoice]:
         for index, completion in enumerate(outputs[0].outputs):
-            choice: ChatChoice = {
+            message: ChatMessage = {
+                "role": "assistant",
+                "content": completion.text,
+                "refusal": None,
+                "reasoning_content": None,
+                "reasoning": None,
+            }
+            yield {
                 "index": index,
-                "message": {"role": "assistant", "content": completion.text, "refusal": None},
+                "message": message,
                 "logprobs": None if self._logprobs is None else self._logprobs.add(completion),
                 "finish_reason": completion.finish_reason,
                 "stop_reason": completion.stop_reason,
+                "token_ids": completion.token_ids if self.shows_token_ids else None,
             }
-            if self._shows_token_ids:
-                choice["token_ids"] = completion.token_ids
-            yield choice
 
 
 class ParsedChatAnswer(ChatAnswer):
@@ -175,6 +187,7 @@ class ParsedChatAnswer(ChatAnswer):
     def __init__(self, body: ChatCompletionRequest, job: Job, service: Service, turn: Turn) -> None:
         super().__init__(body, job, service.token_names)
         self.turn = turn
+        self.shows_thoughts = body.include_reasoning is not False
         self._service = service
 
     def new_call_id(self) -> str:
@@ -200,7 +213,7 @@ class ParsedChatAnswer(ChatAnswer):
     def _choices(self, outputs: list[RequestOutput]) -> Iterator[ChatChoice]:
         for choice, parsed in zip(super()._choices(outputs), self._parsed, strict=True):
             message: ChatMessage = {**choice["message"], "content": parsed.content}
-            if parsed.reasoning:
+            if parsed.reasoning and self.shows_thoughts:
                 message["reasoning_content"] = message["reasoning"] = parsed.reasoning
             if parsed.calls:
                 message["content"] = parsed.content or None
@@ -235,9 +248,12 @@ class ParsedChatChunks(JobChunks):
         finish_reason = completion.finish_reason
         if finish_reason is not None:
             events += parser.finish()
+        if not self._parsed_answer.shows_thoughts:
+            events = [event for event in events if not isinstance(event, Reasoning)]
         deltas = [self._delta(index, event) for event in events]
         logprobs = form.add(completion) if form is not None and completion.token_ids else None
-        if not deltas and (logprobs is not None or finish_reason is not None):
+        token_ids = self._render_ids(index, completion)
+        if not deltas and (logprobs is not None or finish_reason is not None or token_ids):
             deltas = ["{}"]
         if index in self._has_calls:
             finish_reason = reason_with_calls(finish_reason)
@@ -247,7 +263,7 @@ class ParsedChatChunks(JobChunks):
             chunks.append(
                 self._writer.choice(
                     index,
-                    f'"delta":{delta}',
+                    f'"delta":{delta}{token_ids if i == 0 else ""}',
                     logprobs if i == 0 else None,
                     finish_reason if is_last else None,
                     completion.stop_reason if is_last else None,

@@ -11,7 +11,7 @@ from typing_extensions import TypedDict  # which pydantic wants before Python 3.
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import ApiError, encode_json
 from pagedattn_serve.server.openai.answers import EVENT_STREAM, Answer, ChunkWriter, LogprobsFormat, Usage, respond
-from pagedattn_serve.server.openai.fields import CompletionRequest, completion_params
+from pagedattn_serve.server.openai.fields import CompletionRequest, completion_params, num_output_tokens
 from pagedattn_serve.server.openai.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsFormat,
@@ -31,9 +31,9 @@ class CompletionChoice(TypedDict):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None  # stop or length, where an output is whole
     stop_reason: int | str | None
-    prompt_logprobs: NotRequired[PromptLogprobs]
-    prompt_token_ids: NotRequired[list[int]]  # these two with return_token_ids
-    token_ids: NotRequired[list[int]]
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[int] | None  # these two with return_token_ids
+    token_ids: list[int] | None
 
 
 class CompletionResponse(TypedDict):
@@ -60,9 +60,9 @@ async def create_completion(
     if body.truncate_prompt_tokens is not None:
         if body.echo:
             raise ApiError(400, "truncate_prompt_tokens: expected none with echo", param="truncate_prompt_tokens")
-        prompts = [service.truncate(prompt, body, body.max_tokens) for prompt in prompts]
+        prompts = [service.truncate(prompt, body, num_output_tokens(body)) for prompt in prompts]
     for prompt in prompts:
-        service.check_room(len(prompt.token_ids), body.max_tokens, "prompt")
+        service.check_room(len(prompt.token_ids), num_output_tokens(body), "prompt")
     job = service.job("cmpl-", prompts, params, body)
     return await respond(CompletionAnswer(body, job, service.token_names), body, request, service)
 
@@ -111,6 +111,7 @@ class CompletionAnswer(Answer):
     def __init__(self, body: CompletionRequest, job: Job, token_names: TokenNames) -> None:
         super().__init__(job)
         self.shows_output = body.max_tokens != 0  # with 0, too, the engine makes a token
+        self.shows_token_ids = bool(body.return_token_ids)
         self._body = body
         self._token_names = token_names
 
@@ -123,6 +124,8 @@ class CompletionAnswer(Answer):
         chunks = []
         if self._body.echo:
             text = self.render(beginning.text)
+            if self.shows_token_ids:
+                text += f',"token_ids":[]{self._prompt_ids(place)}'
             chunks = [writer.choice(index, text, beginning.logprobs, finish_reason) for index in indices]
         if not self.shows_output:
             return chunks, []
@@ -130,6 +133,12 @@ class CompletionAnswer(Answer):
 
     def render(self, text: str) -> str:
         return f'"text":{encode_json(text)}'
+
+    def render_prompt_ids(self, place: int) -> str:
+        return "" if self._body.echo else self._prompt_ids(place)
+
+    def _prompt_ids(self, place: int) -> str:
+        return f',"prompt_token_ids":{encode_json(self.job.prompts[place].token_ids)}'
 
     def _choices(self, outputs: list[RequestOutput]) -> Iterator[CompletionChoice]:
         index = 0
@@ -144,7 +153,8 @@ class CompletionAnswer(Answer):
         text = (prompt.text or "") if body.echo else ""
         if body.logprobs is None:
             return _Beginning(text, None, None)
-        form = CompletionLogprobsFormat(self._token_names, body.logprobs, params.skip_special_tokens)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        form = CompletionLogprobsFormat(self._token_names, body.logprobs, params.skip_special_tokens, as_ids)
         logprobs = form.add_prompt(text, prompt.token_ids, output.prompt_logprobs or []) if body.echo else None
         return _Beginning(text, logprobs, form)
 
@@ -161,10 +171,13 @@ class CompletionAnswer(Answer):
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason if self.shows_output else "length",
             "stop_reason": completion.stop_reason if self.shows_output else None,
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
+            "token_ids": None,
         }
         if self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(output, self._body.prompt_logprobs)
-        if self._body.return_token_ids:
+        if self.shows_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
             choice["token_ids"] = completion.token_ids if self.shows_output else []
         return choice

@@ -4,6 +4,7 @@ import asyncio
 from array import array
 from base64 import b64encode
 from dataclasses import replace
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -14,7 +15,7 @@ from typing_extensions import TypedDict  # which pydantic wants before Python 3.
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.pooling_params import PoolingParams
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
-from pagedattn_serve.server.openai.fields import Body, Texts, TokenIds
+from pagedattn_serve.server.openai.fields import Body, Texts, TokenIds, TruncationSide
 from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, service_of, while_connected
 
 MAX_INPUTS = 2048  # OpenAI's
@@ -30,6 +31,10 @@ class PoolingBody(Body):
     user: str | None = Field(None, description="without effect")
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="the first tokens of a text, so many of them; -1: as many as the model takes"
+    )
+    truncation_side: TruncationSide | None = Field(None, description="the side that is cut off; right if not given")
 
 
 class EmbeddingRequest(PoolingBody):
@@ -99,34 +104,55 @@ async def _tokenize(body: EmbeddingRequest, service: Service) -> list[PromptToke
         inputs = [inputs]
     check_number(len(inputs), "input")
     if isinstance(inputs[0], str):
-        return await tokenize(inputs, service, "input", body.add_special_tokens is not False)
+        return await tokenize(inputs, body, service, "input", body.add_special_tokens is not False)
     for token_ids in inputs:
         for token_id in token_ids:
             if not 0 <= token_id < service.vocab_size:
                 message = f"input: expected token ids in [0, {service.vocab_size - 1}], got {token_id}"
                 raise ApiError(400, message, param="input")
-    prompts = [PromptTokens(None, token_ids) for token_ids in inputs]
+    prompts = [PromptTokens(None, shortened(token_ids, body, service)) for token_ids in inputs]
     for prompt in prompts:
         service.check_length(len(prompt.token_ids), "input")
     return prompts
 
 
 async def tokenize(
-    texts: list[str], service: Service, param: str, add_special_tokens: bool = True
+    texts: list[str], body: PoolingBody, service: Service, param: str, add_special_tokens: bool = True
 ) -> list[PromptTokens]:
     """Texts of the field `param`, as prompts. Raises ApiError, which names the field."""
-    check_texts(texts, service, param)
-    prompts = list(map(PromptTokens, texts, await service.tokenize(texts, add_special_tokens, param)))
+    texts = checked_texts(texts, body, service, param)
+    token_ids = await service.tokenize(texts, add_special_tokens, param)
+    prompts = [PromptTokens(text, shortened(each, body, service)) for text, each in zip(texts, token_ids, strict=True)]
     for prompt in prompts:
         service.check_length(len(prompt.token_ids), param)
     return prompts
 
 
-def check_texts(texts: list[str], service: Service, param: str) -> None:
-    """Raises ApiError for texts that would keep the tokenizer too long."""
+def checked_texts(texts: list[str], body: PoolingBody, service: Service, param: str) -> list[str]:
+    """The texts, or of each what the tokens may stand for that the request wants of it. Raises ApiError for texts that
+    would keep the tokenizer too long."""
     check_number(len(texts), param)
+    if body.truncate_prompt_tokens is not None:
+        most = service.max_characters
+        return [text[-most:] if body.truncation_side == "left" else text[:most] for text in texts]
     for text in texts:
         service.check_characters(text, param)
+    return texts
+
+
+def shortened(token_ids: list[int], body: PoolingBody, service: Service) -> list[int]:
+    """The tokens, or the first of them, or last ones, if the request wants no more. Special tokens at the end stay: an
+    embedding may be that of the last token. Raises ApiError."""
+    most = body.truncate_prompt_tokens
+    if most == 0:
+        message = "truncate_prompt_tokens: expected -1, or 1 and more, got 0"
+        raise ApiError(400, message, param="truncate_prompt_tokens")
+    if most is None or len(token_ids) <= (most := service.max_model_len if most == -1 else most):
+        return token_ids
+    if body.truncation_side == "left":
+        return token_ids[-most:]
+    num_special = len(list(takewhile(service.token_names.special_texts.__contains__, reversed(token_ids))))
+    return (token_ids[: max(most - num_special, 0)] + token_ids[len(token_ids) - num_special :])[:most]
 
 
 def check_number(number: int, param: str) -> None:

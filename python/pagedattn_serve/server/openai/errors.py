@@ -23,8 +23,7 @@ _TOO_LONG = {"too_long": "items", "string_too_long": "characters in each"}  # py
 _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
     "documents": "a list of strings or of objects with a text",
-    "text_1": "a string or a list of strings",
-    "text_2": "a string or a list of strings",
+    **dict.fromkeys(("text_1", "text_2", "queries", "items", "data_1", "data_2"), "a string or a list of strings"),
     "stop": "a string or a list of strings",
     "input": "a string or a list (of strings, token ids or items), one at least",
     "messages": "a list of objects with a role and a content",

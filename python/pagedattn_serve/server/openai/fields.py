@@ -37,12 +37,17 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 NumOutputs = Annotated[int, Field(ge=1, le=MAX_OUTPUTS)]
+RepetitionPenalty = Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
 FunctionName = Annotated[str, Field(pattern=f"^{NAME_PATTERN}$")]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
 StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_TEXTS)]
+StopTokenIds = Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)]
+LogitBias = Annotated[dict[str, float], Field(max_length=MAX_BIASES)]
+MinP = Annotated[float, Field(ge=0, le=1)]
 BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
+TruncationSide = Literal["left", "right"]
 MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
@@ -167,7 +172,7 @@ class SamplingBody(Body):
     stop: StopString | StopStrings | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: LogitBias | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -188,11 +193,11 @@ class SamplingBody(Body):
     )
     # of vLLM's
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    stop_token_ids: Annotated[TokenIds, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: StopTokenIds | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
@@ -207,7 +212,9 @@ class SamplingBody(Body):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None, description="the last tokens of a prompt, so many of them; -1: as many as fit before the output"
     )
-    return_token_ids: bool | None = Field(None, description="token ids beside texts; not with stream")
+    truncation_side: TruncationSide | None = Field(None, description="the side that is cut off; left if not given")
+    return_token_ids: bool | None = Field(None, description="token ids beside texts")
+    return_tokens_as_token_ids: bool | None = Field(None, description="ids as the names of tokens in logprobs")
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
@@ -267,6 +274,7 @@ class ChatCompletionRequest(SamplingBody):
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_BUDGET)] | None = Field(
         None, description="tokens of a thought, at most"
     )
+    include_reasoning: bool | None = Field(None, description="false leaves thoughts out of the answer")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
 
@@ -303,14 +311,25 @@ def chat_params(body: ChatCompletionRequest, defaults: SamplingParams) -> Sampli
     return _params(body, defaults, {"max_tokens": max_tokens, "logprobs": logprobs})
 
 
+def generates(add_generation_prompt: bool | None, continue_final_message: bool | None) -> bool:
+    """Whether a chat's prompt ends with the beginning of an answer: by default, unless it goes on with a message."""
+    return bool(add_generation_prompt) if continue_final_message else add_generation_prompt is not False
+
+
+def num_output_tokens(body: CompletionRequest | ChatCompletionRequest) -> int | None:
+    """How many tokens of output have to fit behind the prompt. None: any number."""
+    max_tokens = body.max_tokens
+    if isinstance(body, ChatCompletionRequest) and body.max_completion_tokens is not None:
+        max_tokens = body.max_completion_tokens
+    return max(max_tokens or 0, body.min_tokens or 0) or None
+
+
 def _params(
     body: CompletionRequest | ChatCompletionRequest, defaults: SamplingParams, chosen: dict[str, Any]
 ) -> SamplingParams:
     """Parameters from the body, or else from the model's defaults. chosen: the fields that the endpoint decides."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs: expected none with stream", param="prompt_logprobs")
-    if body.stream and body.return_token_ids:
-        raise ApiError(400, "return_token_ids: expected false with stream", param="return_token_ids")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: expected none without stream", param="stream_options")
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}

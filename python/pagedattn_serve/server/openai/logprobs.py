@@ -16,12 +16,12 @@ Entries = Mapping[int, Logprob]
 
 
 class CompletionLogprobs(TypedDict):
-    """A list entry for each token. top_logprobs: the likeliest tokens by name; None where none were asked for."""
+    """A list entry for each token. top_logprobs: the likeliest tokens by name, and the token itself."""
 
     text_offset: list[int]
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
+    top_logprobs: list[dict[str, float] | None]
 
 
 class TopLogprob(TypedDict):
@@ -55,12 +55,14 @@ class CompletionLogprobsFormat:
 
     The place of a token is the length of the text before it. Tokens that are parts of one character have one place.
     num_top: how many of the most likely tokens were asked for. skips_special_tokens: whether the output does.
+    as_ids: whether the names of tokens are their ids.
     """
 
-    def __init__(self, names: TokenNames, num_top: int, skips_special_tokens: bool) -> None:
+    def __init__(self, names: TokenNames, num_top: int, skips_special_tokens: bool, as_ids: bool = False) -> None:
         self._names = names
         self._num_top = num_top
         self._skips_special_tokens = skips_special_tokens
+        self._as_ids = as_ids
         self._offset = 0
 
     def fork(self) -> Self:
@@ -69,7 +71,7 @@ class CompletionLogprobsFormat:
 
     def add_prompt(self, text: str, token_ids: list[int], entries: Sequence[Entries | None]) -> CompletionLogprobs:
         """entries: one for each token; None for the first token, which nothing predicts."""
-        result = _no_logprobs(self._num_top)
+        result = _no_logprobs()
         for token_id, each in zip(token_ids, entries, strict=True):
             if each is None:
                 name = next(names_in_prompt(self._names, token_ids, text, [[token_id]]))[token_id]
@@ -81,7 +83,7 @@ class CompletionLogprobsFormat:
         return result
 
     def add(self, completion: CompletionOutput) -> CompletionLogprobs:
-        result = _no_logprobs(self._num_top)
+        result = _no_logprobs()
         for token_id, each in zip(completion.token_ids, completion.logprobs or [], strict=True):
             is_in = not (self._skips_special_tokens and token_id in self._names.special_texts)
             self._add(result, token_id, each[token_id].decoded_token or "", each, is_in)
@@ -89,37 +91,37 @@ class CompletionLogprobsFormat:
 
     def _add(self, result: CompletionLogprobs, token_id: int, name: str, entries: Entries | None, is_in: bool) -> None:
         result["text_offset"].append(self._offset)
-        result["tokens"].append(name)
+        result["tokens"].append(_id_name(token_id) if self._as_ids else name)
         result["token_logprobs"].append(None if entries is None else _finite(entries[token_id].logprob))
-        if result["top_logprobs"] is not None:
-            result["top_logprobs"].append(None if entries is None else self._top(token_id, entries))
+        result["top_logprobs"].append(None if entries is None else self._top(token_id, entries))
         if is_in:
             self._offset += len(name)
 
     def _top(self, token_id: int, entries: Entries) -> dict[str, float]:
-        """The likeliest tokens and the token itself by name. If several have one name, it is the token's or else the
-        likeliest one's; the names of the others are their ids, as vLLM writes them."""
-        own = entries[token_id].decoded_token or ""
+        """The token itself and the likeliest ones by name. If several have one name, it is the token's or else the
+        likeliest one's; the names of the others are their ids."""
         top: dict[str, float] = {}
-        for each_id, entry in sorted(entries.items(), key=lambda item: item[1].rank):
+        for each_id, entry in sorted(entries.items(), key=lambda item: (item[0] != token_id, item[1].rank)):
             if entry.rank <= self._num_top or each_id == token_id:
                 name = entry.decoded_token or ""
-                if each_id != token_id and (name == own or name in top):
-                    name = f"token_id:{each_id}"
+                if self._as_ids or name in top:
+                    name = _id_name(each_id)
                 top[name] = _finite(entry.logprob)
         return top
 
 
 class ChatLogprobsFormat:
-    """The format of chats: an object for each token. num_top: most entries of its top_logprobs.
+    """The format of chats: an object for each token. num_top: most entries of its top_logprobs. as_ids: whether the
+    names of tokens are their ids.
 
     The bytes of all tokens, joined, are the UTF-8 of the answer: a token that the answer leaves out has none.
     """
 
-    def __init__(self, names: TokenNames, num_top: int, params: SamplingParams) -> None:
+    def __init__(self, names: TokenNames, num_top: int, params: SamplingParams, as_ids: bool = False) -> None:
         self._names = names
         self._num_top = num_top
         self._params = params
+        self._as_ids = as_ids
 
     def add(self, completion: CompletionOutput) -> ChatLogprobs:
         content: list[TokenLogprob] = []
@@ -141,19 +143,17 @@ class ChatLogprobsFormat:
         name = entry.decoded_token or ""
         is_left_out = self._params.skip_special_tokens and token_id in self._names.special_texts
         token_bytes = b"" if is_left_out or token_id == left_out else self._names.bytes_of(token_id, name)
+        name = _id_name(token_id) if self._as_ids else name
         return {"token": name, "logprob": _finite(entry.logprob), "bytes": list(token_bytes)}
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
     """The logprobs of a prompt and of its output in one."""
-    top = None
-    if first["top_logprobs"] is not None and second["top_logprobs"] is not None:
-        top = first["top_logprobs"] + second["top_logprobs"]
     return {
         "text_offset": first["text_offset"] + second["text_offset"],
         "tokens": first["tokens"] + second["tokens"],
         "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
-        "top_logprobs": top,
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
     }
 
 
@@ -178,8 +178,13 @@ def prompt_logprobs(output: RequestOutput, num_top: int) -> PromptLogprobs:
     return result
 
 
-def _no_logprobs(num_top: int) -> CompletionLogprobs:
-    return {"text_offset": [], "tokens": [], "token_logprobs": [], "top_logprobs": [] if num_top else None}
+def _no_logprobs() -> CompletionLogprobs:
+    return {"text_offset": [], "tokens": [], "token_logprobs": [], "top_logprobs": []}
+
+
+def _id_name(token_id: int) -> str:
+    """As vLLM writes an id in place of a name."""
+    return f"token_id:{token_id}"
 
 
 def _finite(logprob: float) -> float:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
-from pagedattn_serve.server.openai.fields import Body, Messages, TokenIds, Tools
+from pagedattn_serve.server.openai.fields import Body, Messages, TokenIds, Tools, generates
 from pagedattn_serve.server.openai.service import Service, service_of
 from pagedattn_serve.server.openai.tools import template_tools
 
@@ -21,6 +21,8 @@ class Model(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    root: str  # these two are of OpenAI's and vLLM's: the model it was made of
+    parent: None
 
 
 class ModelList(TypedDict):
@@ -36,6 +38,7 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="true for a prompt, false for messages if not given")
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     return_token_strs: bool | None = None
@@ -78,6 +81,8 @@ def _model(service: Service) -> Model:
         "created": service.created,
         "owned_by": "pagedattn_serve",
         "max_model_len": service.max_model_len,
+        "root": service.config.served_model_name,
+        "parent": None,
     }
 
 
@@ -90,9 +95,10 @@ async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(se
     if body.messages is not None:
         text = await service.render(
             body.messages,
-            body.add_generation_prompt is not False,
+            generates(body.add_generation_prompt, body.continue_final_message),
             variables=body.chat_template_kwargs,
             tools=template_tools(body.tools),
+            continue_final_message=body.continue_final_message is True,
         )
         [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")
     else:

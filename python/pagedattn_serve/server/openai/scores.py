@@ -1,11 +1,11 @@
 """POST /v1/rerank, as Jina and Cohere have it, and POST /v1/score, as vLLM has it: the cosine of embeddings, or what a
-reranker says of each pair."""
+reranker says of each pair. Both have all the paths and names that vLLM knows them by."""
 
 import asyncio
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, Self
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import Field
+from pydantic import AliasChoices, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from starlette.responses import Response
 from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
@@ -16,8 +16,9 @@ from pagedattn_serve.server.openai.embeddings import (
     EmbeddingUsage,
     PoolingBody,
     check_number,
-    check_texts,
+    checked_texts,
     embed,
+    shortened,
     tokenize,
     usage_of,
 )
@@ -25,6 +26,9 @@ from pagedattn_serve.server.openai.fields import Body, Texts
 from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, service_of
 
 router = APIRouter()
+
+FIRST_NAMES = ("text_1", "queries", "data_1")
+SECOND_NAMES = ("text_2", "documents", "items", "data_2")
 
 
 class Document(Body):
@@ -34,13 +38,27 @@ class Document(Body):
 class RerankRequest(PoolingBody):
     query: str
     documents: Annotated[list[str | Document], Field(fail_fast=True)]
-    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="all documents if not given")
+    top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="all documents if not given, or 0")
     return_documents: bool | None = Field(None, description="true if not given")
 
 
 class ScoreRequest(PoolingBody):
-    text_1: str | Texts
-    text_2: str | Texts
+    text_1: str | Texts = Field(validation_alias=AliasChoices(*FIRST_NAMES))
+    text_2: str | Texts = Field(validation_alias=AliasChoices(*SECOND_NAMES))
+    _names: tuple[str, str] = PrivateAttr()  # that the request has for the two
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_names(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        body = handler(value)
+        first, second = (next(name for name in names if name in value) for names in (FIRST_NAMES, SECOND_NAMES))
+        body._names = first, second
+        return body
+
+    def named_texts(self) -> dict[str, list[str]]:
+        """The texts of the two fields by the names that the request has for these."""
+        texts = (self.text_1, self.text_2)
+        return {n: [each] if isinstance(each, str) else each for n, each in zip(self._names, texts, strict=True)}
 
 
 class RankedText(TypedDict):
@@ -79,6 +97,8 @@ class ScoreResponse(TypedDict):
     usage: EmbeddingUsage
 
 
+@router.post("/rerank", include_in_schema=False)
+@router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank", response_model=RerankResponse)
 async def rerank(body: RerankRequest, request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
     """Order documents by how well they fit a query."""
@@ -86,7 +106,7 @@ async def rerank(body: RerankRequest, request: Request, service: Annotated[Servi
     texts = [each.text if isinstance(each, Document) else each for each in body.documents]
     job, scores = await _score("rerank-", {"query": [body.query], "documents": texts}, body, request, service)
     results = []
-    for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]:
+    for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]:
         result: RerankResult = {"index": index, "relevance_score": scores[index]}
         if body.return_documents is not False:
             result["document"] = {"text": texts[index]}
@@ -95,16 +115,18 @@ async def rerank(body: RerankRequest, request: Request, service: Annotated[Servi
     return JSONResponse(response)
 
 
+@router.post("/score", include_in_schema=False)
 @router.post("/v1/score", response_model=ScoreResponse)
 async def score(body: ScoreRequest, request: Request, service: Annotated[Service, Depends(service_of)]) -> Response:
     """How well texts fit each other: one and each of several, or pairs."""
     service.check_model(body.model)
-    firsts, seconds = ([given] if isinstance(given, str) else given for given in (body.text_1, body.text_2))
-    check_number(len(seconds), "text_2")
+    texts = body.named_texts()
+    (first, firsts), (second, seconds) = texts.items()
+    check_number(len(seconds), second)
     if len(firsts) not in (1, len(seconds)):
-        message = f"text_1: expected one text, or {len(seconds)} as in text_2, got {len(firsts)}"
-        raise ApiError(400, message, param="text_1")
-    job, scores = await _score("score-", {"text_1": firsts, "text_2": seconds}, body, request, service)
+        message = f"{first}: expected one text, or {len(seconds)} as in {second}, got {len(firsts)}"
+        raise ApiError(400, message, param=first)
+    job, scores = await _score("score-", texts, body, request, service)
     response: ScoreResponse = {
         "id": job.request_id,
         "object": "list",
@@ -124,15 +146,14 @@ async def _score(
     (first, firsts), (second, seconds) = texts.items()
     times = len(seconds) // len(firsts)
     if service.scores_pairs:
-        check_texts(firsts, service, first)
-        check_texts(seconds, service, second)
+        firsts, seconds = (checked_texts(each, body, service, name) for name, each in texts.items())
         token_ids = await service.tokenize_pairs(firsts * times, seconds, second)
-        for each in token_ids:
-            service.check_length(len(each), second)
-        prompts = [PromptTokens(None, each) for each in token_ids]
+        prompts = [PromptTokens(None, shortened(each, body, service)) for each in token_ids]
+        for prompt in prompts:
+            service.check_length(len(prompt.token_ids), second)
         job, outputs = await embed(id_prefix, prompts, PoolingParams(), body, request, service)
         return job, [_embedding(output)[0] for output in outputs]
-    prompts = await tokenize(firsts, service, first) + await tokenize(seconds, service, second)
+    prompts = await tokenize(firsts, body, service, first) + await tokenize(seconds, body, service, second)
     job, outputs = await embed(id_prefix, prompts, PoolingParams(), body, request, service)
     of_firsts, of_seconds = outputs[: len(firsts)] * times, outputs[len(firsts) :]
 

@@ -103,7 +103,7 @@ class Service:
         self.output_format = output_format(config.tool_call_parser, config.reasoning_parser, template, special_tokens)
         added_tokens = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
         self.takes_budget = self.output_format.takes_budget(added_tokens)  # of the tokens of a thought
-        self._max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
+        self.max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError unless the name is the model's, or None."""
@@ -182,7 +182,7 @@ class Service:
         return num_tokens_within(parser.thoughts, detokenizer, token_ids)
 
     def truncate(self, prompt: PromptTokens, body: SamplingBody, max_tokens: int | None) -> PromptTokens:
-        """The prompt, or its last tokens if the request wants no more. Raises ApiError."""
+        """The prompt, or its last tokens, or first ones, if the request wants no more. Raises ApiError."""
         most = body.truncate_prompt_tokens
         if most is None:
             return prompt
@@ -191,12 +191,13 @@ class Service:
             raise ApiError(400, message, param="truncate_prompt_tokens")
         if most == -1:
             most = max(self.max_model_len - (max_tokens or 1), 1)
-        return PromptTokens(prompt.text, prompt.token_ids[-most:])
+        kept = prompt.token_ids[:most] if body.truncation_side == "right" else prompt.token_ids[-most:]
+        return PromptTokens(prompt.text, kept)
 
     def check_characters(self, text: str, param: str) -> None:
         """Raises ApiError for a text that is too long even if all tokens are as long as the longest token. Such a text
         could keep the tokenizer for a minute."""
-        if len(text) > self._max_characters:
+        if len(text) > self.max_characters:
             raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
 
     def job(

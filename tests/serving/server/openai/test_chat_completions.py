@@ -18,7 +18,8 @@ def test_the_next_message(client: Any) -> None:
     assert answer["object"] == "chat.completion"
     assert answer["id"].startswith("chatcmpl-")
     [choice] = answer["choices"]
-    assert choice["message"] == {"role": "assistant", "content": SPEECH, "refusal": None}
+    said = {key: value for key, value in choice["message"].items() if value is not None}
+    assert said == {"role": "assistant", "content": SPEECH}
     assert (choice["finish_reason"], choice["index"], choice["logprobs"]) == ("stop", 0, None)
 
 
@@ -94,6 +95,15 @@ def test_no_top_logprobs_where_none_are_asked_for(client: Any) -> None:
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]
 
 
+def test_ids_as_the_names_of_tokens(client: Any) -> None:
+    asked = {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    [choice] = client.answer(PATH, messages=MESSAGES, temperature=0, max_tokens=4, **asked)["choices"]
+    content = choice["logprobs"]["content"]
+    assert [token["token"] for token in content] == [f"token_id:{token_id}" for token_id in choice["token_ids"]]
+    assert all(each["token"].startswith("token_id:") for token in content for each in token["top_logprobs"])
+    assert b"".join(bytes(token["bytes"]) for token in content).decode() == choice["message"]["content"]
+
+
 def test_prompt_logprobs(client: Any) -> None:
     answer = client.answer(PATH, messages=MESSAGES, max_tokens=1, prompt_logprobs=0)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
@@ -104,3 +114,11 @@ def test_prompt_logprobs(client: Any) -> None:
 def test_special_tokens_are_the_templates_alone(client: Any) -> None:
     by_chat = client.answer("/tokenize", messages=MESSAGES)["tokens"]
     assert by_chat == client.answer("/tokenize", prompt=BEGINNING, add_special_tokens=False)["tokens"]
+
+
+def test_the_tokens_of_a_message_that_goes_on(tools: Any) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Sure,"}]
+    fields = {"messages": messages, "continue_final_message": True}
+    answer = tools.answer(PATH, **fields, return_token_ids=True, max_tokens=1)
+    assert tools.answer("/tokenize", **fields)["tokens"] == answer["prompt_token_ids"]
+    assert tools.error("/tokenize", **fields, add_generation_prompt=True)[:2] == (400, "continue_final_message")

@@ -86,7 +86,7 @@ def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
         (RERANK, {"query": "a", "documents": "b"}, "documents", "documents: expected a list of strings or of objects"),
         (RERANK, {"query": "a", "documents": ["b", ""]}, "documents", "documents: expected one token at least"),
         (RERANK, {"query": "", "documents": ["b"]}, "query", "query: expected one token at least"),
-        (RERANK, {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "top_n: expected a number >= 1, got 0"),
+        (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n: expected a number >= 0, got -1"),
         (SCORE, {"text_1": ["a", "b"], "text_2": "c"}, "text_1", "text_1: expected one text, or 1 as in text_2, got 2"),
         (SCORE, {"text_1": [], "text_2": []}, "text_2", "text_2: expected 1 to 2,048 inputs, got 0"),
         (SCORE, {"text_1": "a", "text_2": 5}, "text_2", "text_2: expected a string or a list of strings, got 5"),
@@ -133,6 +133,47 @@ def test_scores(embedder: Any, llm: LLM) -> None:
         assert (answer["object"], answer["model"]) == ("list", "tiny")
 
 
+@pytest.mark.parametrize("most", [3, -1])
+def test_the_first_tokens_of_a_text(embedder: Any, llm: LLM, most: int) -> None:
+    """Also of a text that could keep the tokenizer for long; the end token stays, if there is one."""
+    kept = 3 if most == 3 else MAX_LEN
+    token_ids = [5 + i % 40 for i in range(MAX_LEN + 7)]
+    for given, left in ((token_ids, token_ids[:kept]), ([*token_ids, 0], [*token_ids[: kept - 1], 0])):
+        answer = embedder.answer(EMBEDDINGS, input=given, truncate_prompt_tokens=most)
+        assert answer["data"][0]["embedding"] == vectors(llm, [left])[0]
+        assert answer["usage"]["prompt_tokens"] == kept
+    [answer] = embedder.answer(EMBEDDINGS, input=token_ids, truncate_prompt_tokens=most, truncation_side="left")["data"]
+    assert answer["embedding"] == vectors(llm, [token_ids[-kept:]])[0]
+    text = "the cat sat on the mat " * 10_000
+    [answer] = embedder.answer(EMBEDDINGS, input=text, truncate_prompt_tokens=most)["data"]
+    assert answer["embedding"] == vectors(llm, [llm.llm_engine.tokenize(text[:1000])[:kept]])[0]
+    for path, fields in (
+        (RERANK, {"query": text, "documents": [text, "end"]}),
+        (SCORE, {"text_1": "a", "text_2": text}),
+    ):
+        assert embedder.error(path, **fields)[0] == 400
+        assert embedder.answer(path, truncate_prompt_tokens=most, **fields)
+    assert embedder.error(EMBEDDINGS, input="a", truncate_prompt_tokens=0)[:2] == (400, "truncate_prompt_tokens")
+
+
+@pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+def test_scores_by_other_names(embedder: Any, names: tuple[str, str]) -> None:
+    """An error has the name that came."""
+    first, second = names
+    answer = embedder.answer("/score", **{first: TEXTS[0], second: TEXTS[1:]})
+    assert answer["data"] == embedder.answer(SCORE, text_1=TEXTS[0], text_2=TEXTS[1:])["data"]
+    wrong: list[tuple[Any, Any, str]] = [(TEXTS[0], 5, second), (TEXTS[0], [], second), (TEXTS[:2], TEXTS[:3], first)]
+    for of_first, of_second, param in [*wrong, ("the " * 200, "end", first)]:
+        assert embedder.error("/score", **{first: of_first, second: of_second})[:2] == (400, param)
+    assert embedder.error("/score", **{first: "end", second: "end", "text_1": "end"})[:2] == (400, first)
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
+def test_other_paths_of_rerank(embedder: Any, path: str) -> None:
+    fields = {"query": TEXTS[0], "documents": TEXTS[1:]}
+    assert embedder.answer(path, top_n=0, **fields)["results"] == embedder.answer(RERANK, **fields)["results"]
+
+
 def test_a_reranker(tmp_path: Path, serve: Callable[..., AbstractContextManager[Any]]) -> None:
     make_reranker(tmp_path, "qwen3")
     engine = LLMEngine(str(tmp_path), num_blocks=40)
@@ -148,6 +189,8 @@ def test_a_reranker(tmp_path: Path, serve: Callable[..., AbstractContextManager[
         assert client.error(EMBEDDINGS, input="a")[:2] == (400, "model")
         status, param, message = client.error(RERANK, query="a" * 90, documents=["b" * 90])
         assert (status, param) == (400, "documents") and "maximum context length" in message
+        answer = client.answer(RERANK, query="a" * 90, documents=["b" * 90], truncate_prompt_tokens=100)
+        assert answer["usage"]["prompt_tokens"] == 100
 
 
 def test_embeddings_of_a_model_that_generates(demo: Any, demo_engine: LLMEngine) -> None:

@@ -39,6 +39,7 @@ SAMPLING: list[tuple[dict[str, Any], str | None]] = [
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),  # more digits than Python reads
     ({"logit_bias": {"5": 101}}, "logit_bias"),
     ({"logit_bias": {"5": "1"}}, "logit_bias"),
     ({"logit_bias": {"100000": 1}}, "logit_bias"),
@@ -162,10 +163,16 @@ def test_fields_of_chats(client: Any, fields: dict[str, Any], param: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "fields", [{"prompt": "x" * 2000}, {"prompt": BEGINNING, "max_tokens": 1000}, {"prompt": [5] * 128}]
+    "fields",
+    [
+        *({"prompt": "x" * 2000}, {"prompt": BEGINNING, "max_tokens": 1000}, {"prompt": [5] * 128}),
+        *({"prompt": BEGINNING, "min_tokens": 1000}, {"messages": MESSAGES, "min_tokens": 1000}),
+        {"messages": MESSAGES, "max_completion_tokens": 1000, "max_tokens": 1},
+    ],
+    ids=str,
 )
 def test_more_than_the_model_has_positions_for(client: Any, fields: dict[str, Any]) -> None:
-    response = client.post(COMPLETIONS, **fields)
+    response = client.post(COMPLETIONS if "prompt" in fields else CHAT, **fields)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"

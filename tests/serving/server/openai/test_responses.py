@@ -70,6 +70,33 @@ def test_a_text(client: Any, stream: bool) -> None:
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"repetition_penalty": 1.7}, {"min_p": 0.9}, {"logit_bias": {"5": 50}}, {"stop": ["e"]}),
+        *({"stop": "e", "include_stop_str_in_output": True}, {"stop_token_ids": [69]}),
+    ],
+    ids=str,
+)
+def test_sampling_is_that_of_chats(demo: Any, more: dict[str, Any]) -> None:
+    fields = {"temperature": 0.8, "seed": 4, "top_k": 20, "top_p": 0.9}
+    messages = [{"role": "user", "content": "A class"}]
+
+    def say(**others: Any) -> str:
+        chat = demo.answer("/v1/chat/completions", messages=messages, max_tokens=300, **fields, **others)
+        text = text_of(respond(demo, input="A class", max_output_tokens=300, **fields, **others))
+        assert text == chat["choices"][0]["message"]["content"]
+        return text
+
+    assert say(**more) != say()
+
+
+def test_an_end_that_is_ignored(client: Any) -> None:
+    response = respond(client, input=BEGINNING, ignore_eos=True, **SPEAK)
+    assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert response["usage"]["output_tokens"] == SPEAK["max_output_tokens"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_is_cut(client: Any, stream: bool) -> None:
     response = respond(client, stream, input=BEGINNING, **SHORT)

@@ -100,9 +100,44 @@ def test_usage_that_goes_on(client: Any) -> None:
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == sorted(counts)
     assert events[-1]["usage"] == client.answer(COMPLETIONS, prompt=BEGINNING, **GREEDY)["usage"]
-    without = client.events(COMPLETIONS, prompt=BEGINNING, stream_options={"continuous_usage_stats": True}, **GREEDY)
-    assert without[-1]["usage"] == events[-1]["usage"]
-    assert without[-1]["choices"]
+    alone = {"continuous_usage_stats": True}  # changes nothing, as with vLLM
+    assert not any("usage" in event for event in client.events(COMPLETIONS, prompt=BEGINNING, stream_options=alone))
+
+
+@pytest.mark.parametrize("fields", [{"stop": "mat 🙂🙂 on the mat"}, {"n": 2}, {"echo": True}, {"logprobs": 1}])
+def test_token_ids_of_completions(demo: Any, client: Any, fields: dict[str, Any]) -> None:
+    """Each chunk has those of its tokens, also of text that is held back; the first has the prompt's."""
+    for server, prompt in ((client, BEGINNING), (demo, [[5, 6, 7], [8]])):
+        body = {"prompt": prompt, "return_token_ids": True, "seed": 1, "max_tokens": 12, **fields}
+        choices = server.answer(COMPLETIONS, **body)["choices"]
+        by_index = by_choice(server.events(COMPLETIONS, **body))
+        for choice in choices:
+            first, *others = by_index[choice["index"]]
+            assert first["prompt_token_ids"] == choice["prompt_token_ids"]
+            assert not any("prompt_token_ids" in chunk for chunk in others)
+            assert [i for chunk in (first, *others) for i in chunk["token_ids"]] == choice["token_ids"]
+
+
+def test_token_ids_of_an_echo_alone(demo: Any) -> None:
+    body = {"prompt": "A class", "return_token_ids": True, "max_tokens": 0, "echo": True}
+    [choice] = demo.answer(COMPLETIONS, **body)["choices"]
+    [[chunk]] = by_choice(demo.events(COMPLETIONS, **body)).values()
+    assert chunk["prompt_token_ids"] == choice["prompt_token_ids"] and chunk["token_ids"] == choice["token_ids"] == []
+
+
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}<think>"])
+def test_token_ids_of_chats(demo_engine: Any, serve: Any, template: str | None) -> None:
+    """With and without a parser of thoughts."""
+    parser = "none" if template is None else "qwen3"
+    with serve(demo_engine, chat_template=template, reasoning_parser=parser) as server:
+        body = {"messages": MESSAGES, "return_token_ids": True, "seed": 1, "max_tokens": 12, "n": 2}
+        answer, events = server.answer(CHAT, **body), server.events(CHAT, **body)
+    assert [event["prompt_token_ids"] for event in events[:2]] == [answer["prompt_token_ids"]] * 2
+    assert not any("prompt_token_ids" in event for event in events[2:])
+    by_index = by_choice(events)
+    for choice in answer["choices"]:
+        token_ids = [i for chunk in by_index[choice["index"]] for i in chunk.get("token_ids", [])]
+        assert token_ids == choice["token_ids"]
 
 
 def test_text_is_never_taken_back(client: Any) -> None:

@@ -179,6 +179,24 @@ def test_a_form_after_a_thought(tools: Any, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_that_is_not_to_be_told(tools: Any, stream: bool) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "<think>so"}]
+    fields = {
+        "messages": messages,
+        "continue_final_message": True,
+        "guided_choice": ["yes"],
+        "thinking_token_budget": 7,
+    }
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    for include in (True, False):
+        answer = ask(tools, stream, include_reasoning=include, **fields, **usage)
+        [choice] = answer["choices"]
+        assert choice["message"]["content"] == "yes"
+        assert bool(choice["message"].get("reasoning")) is include
+        assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_bound_of_a_thought(tools: Any, stream: bool) -> None:
     """The answer comes after it."""
     messages = [*MESSAGES, {"role": "assistant", "content": "<think>so"}]
@@ -209,7 +227,8 @@ def test_tokens_of_a_thought_are_those_that_came(tools: Any) -> None:
 def test_without_a_parser_a_thought_is_text(tool_engine: LLMEngine, serve: Callable[..., Any]) -> None:
     with serve(tool_engine, tool_call_parser="none", reasoning_parser="none") as client:
         [choice] = ask(client, guided_grammar='start: <think> "a" </think> "b"')["choices"]
-        assert choice["message"] == {"role": "assistant", "content": "<think>a</think>b", "refusal": None}
+        assert choice["message"]["content"] == "<think>a</think>b"
+        assert choice["message"]["reasoning"] is None
         status, param, message = client.error(PATH, messages=MESSAGES, tools=TOOLS)
         assert (status, param) == (400, "tools") and "--tool-call-parser" in message
         status, param, message = client.error(PATH, messages=MESSAGES, thinking_token_budget=5)

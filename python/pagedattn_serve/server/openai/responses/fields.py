@@ -11,11 +11,17 @@ from pagedattn_serve.server.openai.fields import (
     Body,
     ChatCompletionRequest,
     FunctionName,
+    LogitBias,
     MetadataKey,
     MetadataValue,
+    MinP,
     PromptCacheOptions,
     ReasoningEffort,
+    RepetitionPenalty,
     ServiceTier,
+    StopString,
+    StopStrings,
+    StopTokenIds,
     StreamOptions,
 )
 from pagedattn_serve.server.openai.translation import chat_request, checked_json
@@ -125,6 +131,13 @@ class ResponseRequest(Body):
     # of vLLM's
     seed: int | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: LogitBias | None = None
+    stop: StopString | StopStrings | None = None
+    stop_token_ids: StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -134,7 +147,9 @@ class ResponseRequest(Body):
 # Fields that a chat has under the same name.
 SAME = (
     *("model", "parallel_tool_calls", "temperature", "top_p", "presence_penalty", "frequency_penalty", "service_tier"),
-    *("seed", "top_k", "priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
+    *("seed", "top_k", "min_p", "repetition_penalty", "logit_bias", "stop", "stop_token_ids"),
+    *("include_stop_str_in_output", "ignore_eos"),
+    *("priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
 )
 
 
