@@ -249,6 +249,7 @@ def test_norms_of_parallel_layers(function: Callable[..., Any]) -> None:
     assert_close_to_reference(out1, unit * weight1 + bias1)
     assert_close_to_reference(total, expected_total)
     assert_same_bits(torch.stack(function(x, weight, bias, residual, **options)), torch.stack([out, out1]))
+    assert function(x, weight, bias, residual, return_dropout_mask=True, **options)[2:] == (None, None)
     with pytest.raises(ValueError, match=rf"^{function.__name__}: x1: expected shape"):
         function(x, weight, bias, x1=x1[:2])
     with pytest.raises(ValueError, match=rf"^{function.__name__}: rowscale: expected None, got a tensor"):

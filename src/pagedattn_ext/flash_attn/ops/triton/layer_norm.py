@@ -46,12 +46,13 @@ def layer_norm_fn(
         residual_in_fp32: the dtype of the sum is fp32, if there is no residual whose dtype it has.
         zero_centered_weight: the weights are those of the formula - 1.
         out_dtype: the dtype of the norm; default that of x.
+        return_dropout_mask: return two masks behind all, which are None without dropout.
         out, residual_out: where the norm and the sum go; allocated by default.
 
-    Refused, with a ValueError that names the argument: dropout_p, return_dropout_mask.
+    Refused, with a ValueError that names the argument: dropout_p.
     """
     function = rms_norm_fn if is_rms_norm else layer_norm_fn
-    expect_defaults(function, dropout_p=dropout_p, return_dropout_mask=return_dropout_mask)
+    expect_defaults(function, dropout_p=dropout_p)
     if x1 is not None:
         expect_defaults(function, rowscale=rowscale)
     if weight1 is None:
@@ -86,7 +87,8 @@ def layer_norm_fn(
         total = total.to(sum_dtype)
     normed = normed if out is None else out.copy_(normed)
     total = total if residual_out is None else residual_out.copy_(total)
-    results = [normed, *([] if normed1 is None else [normed1]), *([total] if prenorm else [])]
+    results: list[Any] = [normed, *([] if normed1 is None else [normed1]), *([total] if prenorm else [])]
+    results += [None, None] if return_dropout_mask else []
     return tuple(results) if len(results) > 1 else normed
 
 
