@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagedattn_ext._adapters import expect_defaults, refuse_gradients, sequences_of_batch, starts_of_runs, states_before
+from pagedattn_ext._adapters import (
+    expect_defaults,
+    refuse_gradients,
+    sequences_of_batch,
+    starts_of_runs,
+    states_before,
+    to_fp32,
+)
 from pagedattn_ext.mamba_ssm._scan import scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
@@ -61,7 +68,7 @@ def mamba_chunk_scan_combined(
     starts = sequences_of_batch(function, x, cu_seqlens)
     states = states_before(function, "initial_states", initial_states, (len(starts) - 1, *x.shape[2:], B.shape[3]), x)
     last = None
-    if seq_idx is not None and cu_seqlens is None:
+    if seq_idx is not None and cu_seqlens is None and x.shape[1] > 0:
         of_batch, starts = states, starts_of_runs(function, "seq_idx", seq_idx, (x.shape[0], x.shape[1]))
         first = (starts[:-1] % x.shape[1] == 0).nonzero().squeeze(1)  # of each of the batch
         last = torch.cat([first[1:], first.new_tensor([len(starts) - 1])]) - 1
@@ -77,11 +84,11 @@ def mamba_chunk_scan_combined(
         out = scan(function, x_rows, dt_rows, A, b_rows, c_rows, states, D, z_rows, dt_bias, **options)
     else:
         _check_shape("D", D, x.shape[2:])
-        out = scan(function, x_rows.float(), dt_rows, A, b_rows, c_rows, states, None, None, dt_bias, **options)
-        out = out + x_rows * D
+        rows, D = to_fp32(function, "x", x_rows), to_fp32(function, "D", D)
+        out = scan(function, rows, dt_rows, A, b_rows, c_rows, states, None, None, dt_bias, **options) + rows * D
         if z_rows is not None:
             _check_shape("z", z_rows, x_rows.shape)
-            out = out * nn.functional.silu(z_rows.float())
+            out = out * nn.functional.silu(to_fp32(function, "z", z_rows))
         out = out.to(x.dtype)
     out = out.view(x.shape)
     states = states if last is None else states[last]
