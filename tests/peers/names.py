@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
-import einops
 import torch
 from on_cpu import CAPABILITY
 
@@ -142,6 +141,7 @@ def add_helpers_of_tests(checkouts: Path) -> None:
 def add_references(module: ModuleType, file: Path) -> None:
     """The functions of the file that compute in plain torch, without what the file imports and compiles."""
     names = {"torch": torch, "F": torch.nn.functional, "Tensor": torch.Tensor, "math": math, "warnings": warnings}
+    einops = importlib.import_module("einops")  # which test_peers.py does without
     names |= {"rearrange": einops.rearrange, "repeat": einops.repeat}
     names |= {"logger": logging.getLogger(), "FLA_CI_ENV": False}  # False is strict
     functions = [
