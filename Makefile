@@ -178,8 +178,8 @@ test-nano-vllm: .venv-adopters/nano-vllm/ready build
 test-mini-sglang: .venv-adopters/mini-sglang/ready build
 	$(ADOPTERS_PYTEST) tests/adopters/test_mini_sglang.py
 
-# The forward tests of flash-attn and FlashInfer on our modules, a sample in about two minutes, as a table. Their sdists
-# do not hold them: make test-peers PEERS=/folder/with/flash-attention/and/flashinfer
+# The forward tests of other libraries on our modules, a sample in a few minutes, as a table. docs/adopt.md says whose:
+# make test-peers PEERS=/folder/with/flash-attention/and/flashinfer
 .venv-peers/ready: .venv/dev
 	$(VENV_BESIDE)
 	.venv-peers/bin/pip install --quiet --no-compile einops==0.8.2

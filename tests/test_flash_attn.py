@@ -503,8 +503,11 @@ PAGED = {"block_table": torch.zeros(1, 1, dtype=torch.int32)}
 REFUSED_OF_CACHES: list[tuple[dict[str, Any], str]] = [
     ({"qv": TENSOR}, "qv: expected None, got a tensor"),
     ({**PAGED, "page_table": PAGED["block_table"]}, "page_table: expected None beside block_table"),
-    ({**PAGED, "cache_batch_idx": TENSOR}, "cache_batch_idx: expected None, got a tensor"),
-    ({**PAGED, "cache_leftpad": TENSOR}, "cache_leftpad: expected None, got a tensor"),
+    (
+        {**PAGED, "cache_batch_idx": torch.tensor([1])},
+        r"cache_batch_idx: expected rows of block_table, 0 to 0, got \[1\]",
+    ),
+    ({**PAGED, "cache_batch_idx": torch.tensor([0, 0])}, "cache_batch_idx: expected 1 elements, got 2"),
     ({"rotary_cos": TENSOR}, "rotary_cos: expected None without both k and v, got a tensor"),
     ({"k": torch.ones(1, 1, KV_HEADS, HEAD_SIZE)}, "k: expected None without both k and v, got a tensor"),
     (

@@ -374,3 +374,36 @@ def test_rotation_with_scales_by_head() -> None:
     by_head[1, 1] = 0.5 + 2**-20  # another number, and the same result
     each = flash_attn_with_kvcache(q, *caches.clone(), **step, k_descale=by_head, v_descale=by_head)
     torch.testing.assert_close(each, one, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 9])
+@pytest.mark.parametrize("with_new", [False, True])
+def test_padding_and_rows_of_a_block_table(with_new: bool, page_size: int) -> None:
+    """As of a cache without pages, whose sequences are chosen and padded likewise."""
+    q, new = torch.randn(2, 1, HEADS, 16), torch.randn(2, 2, 1, KV_HEADS, 16)
+    dense = torch.randn(2, 4, 9, KV_HEADS, 16)
+    num_pages = 9 // page_size
+    table = torch.randperm(4 * num_pages).view(4, num_pages)
+    paged = torch.full((2, 4 * num_pages + 1, page_size, KV_HEADS, 16), torch.nan)
+    paged[:, table] = dense.view(2, 4, num_pages, page_size, KV_HEADS, 16)
+    step: dict[str, Any] = {"cache_seqlens": torch.tensor([4, 7]), "cache_leftpad": torch.tensor([2, 0])}
+    step |= {"cache_batch_idx": torch.tensor([3, 1]), "causal": True}
+    step |= dict(zip("kv", new, strict=True)) if with_new else {}
+    table[0] = -1  # of a sequence that is not in the batch
+    expected = flash_attn_with_kvcache(q, *dense, **step)
+    assert_close_to_reference(flash_attn_with_kvcache(q, *paged, block_table=table, **step), expected)
+    assert_same_bits(paged[:, table[1:]].view(2, 3, 9, KV_HEADS, 16), dense[:, 1:])
+
+
+@pytest.mark.parametrize("scales", ["none", "one", "by head"])
+def test_new_tokens_in_fp8(scales: str) -> None:
+    """Their bits go into the cache: they are its numbers, whatever the scales are. As if they had been there."""
+    q, new = torch.randn(2, 1, HEADS, 16).to(FP8), torch.randn(2, 2, 1, KV_HEADS, 16).to(FP8)
+    caches = torch.randn(2, 2, 9, KV_HEADS, 16).to(FP8)
+    shape = {"none": None, "one": (1,), "by head": (2, KV_HEADS)}[scales]
+    step: dict[str, Any] = {} if shape is None else {name: torch.rand(shape) for name in ("k_descale", "v_descale")}
+    filled = caches.clone()
+    filled[:, :, 4] = new[:, :, 0]
+    expected = flash_attn_with_kvcache(q, *filled, cache_seqlens=5, **step)
+    assert_same_bits(flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=4, **step), expected)
+    assert_same_bits(caches.view(torch.uint8), filled.view(torch.uint8))

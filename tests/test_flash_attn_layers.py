@@ -1,6 +1,6 @@
 """bert_padding, layers.rotary and ops of pagedattn_ext.flash_attn, against plain torch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -233,6 +233,29 @@ def test_norms(
     assert total.dtype == (with_residual or dtype)
     assert_close_to_reference(total, summed, summed.to(total.dtype))
     assert_same_bits(x, kept)
+
+
+@pytest.mark.parametrize("function", [rms_norm_fn, layer_norm_fn])
+def test_norms_of_parallel_layers(function: Callable[..., Any]) -> None:
+    """Of a sum with x1, and a second norm of it by weight1 and bias1."""
+    x, x1, residual = torch.randn(3, 3, 5, 24)
+    weight, bias, weight1, bias1 = torch.rand(4, 24)
+    options: dict[str, Any] = dict(x1=x1, weight1=weight1, bias1=bias1, eps=1e-5)
+    out, out1, total = function(x, weight, bias, residual, prenorm=True, **options)
+    expected_total = x.double() + x1.double() + residual.double()
+    norm = functional.rms_norm if function is rms_norm_fn else functional.layer_norm
+    unit = norm(expected_total, (24,), eps=1e-5)
+    assert_close_to_reference(out, unit * weight + bias)
+    assert_close_to_reference(out1, unit * weight1 + bias1)
+    assert_close_to_reference(total, expected_total)
+    assert_same_bits(torch.stack(function(x, weight, bias, residual, **options)), torch.stack([out, out1]))
+    assert function(x, weight, bias, residual, return_dropout_mask=True, **options)[2:] == (None, None)
+    with pytest.raises(ValueError, match=rf"^{function.__name__}: x1: expected shape"):
+        function(x, weight, bias, x1=x1[:2])
+    with pytest.raises(ValueError, match=rf"^{function.__name__}: rowscale: expected None, got a tensor"):
+        function(x, weight, bias, x1=x1, rowscale=torch.ones(3, 5))
+    with pytest.raises(ValueError, match=rf"^{function.__name__}: bias1: expected None, got a tensor"):
+        function(x, weight, bias, bias1=bias1)
 
 
 def test_sum_in_fp32_and_given_outputs() -> None:

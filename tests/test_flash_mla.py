@@ -53,13 +53,35 @@ def test_defaults_and_older_arguments() -> None:
     assert torch.equal(out, expected)
 
 
+def test_rows_without_keys() -> None:
+    """Zeros and +inf, as FlashMLA says; without any page as well."""
+    arguments = make_arguments() | {"cache_seqlens": int32(0, 0)}
+    for pages in (slice(None), slice(0)):
+        given = {"k_cache": arguments["k_cache"][pages], "block_table": arguments["block_table"][:, pages]}
+        out, lse = flash_mla_with_kvcache(**arguments | given)
+        assert not out.any()
+        assert torch.equal(lse, torch.full_like(lse, math.inf))
+
+
+def test_heads_of_keys() -> None:
+    """Each serves heads of q that follow each other."""
+    arguments = make_arguments() | {"q": torch.randn(2, 2, 6, 48), "k_cache": torch.randn(4, 64, 3, 48)}
+    out, lse = flash_mla_with_kvcache(**arguments, causal=True)
+    for head in range(3):
+        rows = slice(2 * head, 2 * head + 2)
+        part = {"q": arguments["q"][:, :, rows], "k_cache": arguments["k_cache"][:, :, head : head + 1]}
+        expected_out, expected_lse = flash_mla_with_kvcache(**arguments | part, causal=True)
+        assert torch.equal(out[:, :, rows], expected_out)
+        assert torch.equal(lse[:, rows], expected_lse)
+
+
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
 WRONG: dict[str, tuple[type[Exception], str, Any]] = {
     "q": (ValueError, "q", torch.zeros(2, 5, 48)),
-    "two heads of keys": (ValueError, "k_cache", torch.zeros(4, 64, 2, 48)),
+    "two heads of keys for five": (ValueError, "k_cache", torch.zeros(4, 64, 2, 48)),
     "other keys": (ValueError, "k_cache", torch.zeros(4, 64, 1, 40)),
     "dtype of the cache": (TypeError, "k_cache", torch.zeros(4, 64, 1, 48, dtype=torch.float16)),
     "no block_table": (TypeError, "block_table", None),

@@ -584,9 +584,7 @@ def test_run_checks_what_it_is_given() -> None:
         ragged.run(q, key, key)
 
 
-@pytest.mark.parametrize(
-    "name", ["fused_rmsnorm_silu", "append_paged_mla_kv_cache", "trtllm_batch_decode_with_kv_cache"]
-)
+@pytest.mark.parametrize("name", ["fused_rmsnorm_silu", "concat_mla_k", "trtllm_batch_decode_with_kv_cache"])
 def test_left_out(name: str) -> None:
     with pytest.raises(AttributeError, match=f"^pagedattn_ext.flashinfer: {name} is left out; it has Batch"):
         getattr(flashinfer, name)

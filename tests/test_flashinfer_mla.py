@@ -54,6 +54,52 @@ def test_caches_that_are_slices_of_one() -> None:
     assert_same_bits(wrapper.run(q_nope, q_pe, both[..., :24], both[..., 24:]), wrapper.run(q_nope, q_pe, ckv, kpe))
 
 
+def test_lse_that_is_not_returned() -> None:
+    """FlashInfer writes the lse into memory that is given, whether or not it returns it."""
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    wrapper.plan(**PLAN)
+    tensors, memory = tensors_of_run(), torch.empty(3, 3)
+    out = wrapper.run(*tensors, lse=memory)
+    expected_out, expected_lse = wrapper.run(*tensors, return_lse=True)
+    assert_same_bits(out, expected_out)
+    assert_same_bits(memory, expected_lse)
+
+
+def test_page_offsets_behind_those_of_the_sequences() -> None:
+    """FlashInfer takes the number of sequences from the other lists, and does not look at more."""
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    wrapper.plan(**PLAN)
+    tensors = tensors_of_run()
+    expected = wrapper.run(*tensors)
+    wrapper.plan(**PLAN | {"kv_indptr": int32(0, 2, 3, 99)})
+    assert_same_bits(wrapper.run(*tensors), expected)
+
+
+def test_append_paged_mla_kv_cache() -> None:
+    """Token by token; a token of a negative sequence is skipped."""
+    caches = ckv_cache, kpe_cache = torch.zeros(8, 4, 24), torch.zeros(8, 4, 8)
+    ckv, kpe = torch.randn(4, 24), torch.randn(4, 8)
+    pages = (int32(6, 2, 0), int32(0, 2, 3), int32(1, 3))
+    where = [(0, 0), (0, 4), (-1, 0), (1, 2)]
+    sequences, positions = (int32(*numbers) for numbers in zip(*where, strict=True))
+    flashinfer.append_paged_mla_kv_cache(ckv, kpe, sequences, positions, *caches, *pages)
+    expected_ckv, expected_kpe = torch.zeros_like(ckv_cache), torch.zeros_like(kpe_cache)
+    for row, page, place in ((0, 6, 0), (1, 2, 0), (3, 0, 2)):
+        expected_ckv[page, place], expected_kpe[page, place] = ckv[row], kpe[row]
+    assert_same_bits(ckv_cache, expected_ckv)
+    assert_same_bits(kpe_cache, expected_kpe)
+    for arguments, message in (
+        ((ckv, kpe[:3], sequences, positions, *caches), "append_ckv: expected 4 rows, as positions, got 4 and 3"),
+        ((ckv, kpe, sequences, positions, ckv_cache, kpe_cache[:7]), r"kpe_cache: expected shape \[8, 4, 8\]"),
+        ((ckv, kpe.half(), sequences, positions, *caches), "kpe_cache: expected shape .* of torch.float16"),
+        ((ckv, kpe, sequences, positions + 4, *caches), "positions: expected .+, got "),
+    ):
+        with pytest.raises(ValueError, match=f"^append_paged_mla_kv_cache: {message}"):
+            flashinfer.append_paged_mla_kv_cache(*arguments, *pages)
+    assert_same_bits(ckv_cache, expected_ckv)
+    assert_same_bits(kpe_cache, expected_kpe)
+
+
 WRONG_PLANS: dict[str, tuple[type[Exception], str, Any]] = {
     "rows do not begin at 0": (ValueError, "qo_indptr", int32(1, 2, 3)),
     "rows of another batch": (ValueError, "qo_indptr", int32(0, 3)),

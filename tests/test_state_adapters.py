@@ -3,7 +3,9 @@ plain torch forms of the same functions, and under transformers' models, which f
 
 import importlib
 import inspect
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ import pagedattn_ext.fla
 import pagedattn_ext.mamba_ssm
 from pagedattn_ext import ops
 from pagedattn_ext.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from pagedattn_ext.causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
 from pagedattn_ext.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from pagedattn_ext.mamba_ssm import mamba_chunk_scan_combined, selective_scan_fn, selective_state_update
 
@@ -34,17 +37,24 @@ def seeded() -> Iterator[None]:
         yield
 
 
+# What flash-linear-attention 0.5 has added.
+KEYWORDS = (
+    "use_gate_in_kernel=False A_log=None dt_bias=None use_beta_sigmoid_in_kernel=False allow_neg_eigval=False "
+    "state_v_first=False transpose_state_layout=None"
+)
 SIGNATURES = {
     causal_conv1d_fn: "x weight bias=None seq_idx=None initial_states=None return_final_states=False "
     "final_states_out=None activation=None",
     causal_conv1d_update: "x conv_state weight bias=None activation=None cache_seqlens=None conv_state_indices=None",
     chunk_gated_delta_rule: "q k v g beta scale=None initial_state=None output_final_state=False "
-    "use_qk_l2norm_in_kernel=False cu_seqlens=None head_first=False",
+    f"use_qk_l2norm_in_kernel=False cu_seqlens=None head_first=False {KEYWORDS} cu_seqlens_cpu=None chunk_indices=None "
+    "chunk_size=64 cp_context=None",
     fused_recurrent_gated_delta_rule: "q k v g=None gk=None gv=None beta=None scale=None initial_state=None "
-    "output_final_state=False use_qk_l2norm_in_kernel=False cu_seqlens=None",
+    f"output_final_state=False use_qk_l2norm_in_kernel=False cu_seqlens=None {KEYWORDS}",
     selective_state_update: "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None",
     mamba_chunk_scan_combined: "x dt A B C chunk_size D=None z=None dt_bias=None initial_states=None seq_idx=None "
-    "cu_seqlens=None dt_softplus=False dt_limit=(0.0,inf) return_final_states=False return_varlen_states=False",
+    "cu_seqlens=None dt_softplus=False dt_limit=(0.0,inf) return_final_states=False return_varlen_states=False "
+    "state_dtype=None",
     selective_scan_fn: "u delta A B C D=None z=None delta_bias=None delta_softplus=False return_last_state=False",
 }
 
@@ -54,6 +64,26 @@ def test_signature(function: Callable[..., Any], signature: str) -> None:
     parameters = inspect.signature(function).parameters.values()
     texts = (str(p.replace(annotation=inspect.Parameter.empty)).replace(" ", "") for p in parameters)
     assert " ".join(texts) == signature
+
+
+def test_modules_of_their_names() -> None:
+    """Under the libraries' names, for programs that import from where the libraries have them."""
+    program = """
+        import sys
+        import pagedattn_ext.causal_conv1d, pagedattn_ext.fla, pagedattn_ext.mamba_ssm
+
+        for name in ("causal_conv1d", "fla", "mamba_ssm"):
+            sys.modules[name] = getattr(pagedattn_ext, name)
+
+        from causal_conv1d.causal_conv1d_interface import causal_conv1d_fn, causal_conv1d_update
+        from causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
+        from fla.ops import chunk_gated_delta_rule
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -87,6 +117,59 @@ def test_causal_conv1d(adjacent: str, activation: str | None) -> None:
     assert_close(flat, whole[..., 8])
 
 
+def test_causal_conv1d_of_sequences_side_by_side() -> None:
+    """As each sequence alone; what a batch holds does not follow what the one before holds."""
+    x, weight, bias = torch.randn(BATCH, 6, LENGTH), torch.randn(6, 4), torch.randn(6)
+    seq_idx = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2], [2, 2, 2, 3, 3, 3, 3, -1, -1]], dtype=torch.int32)
+    out = causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx, activation="silu")
+    parts: list[tuple[int, slice]] = [(0, slice(0, 4)), (0, slice(4, 5)), (0, slice(5, 9))]
+    for s, rows in [*parts, (1, slice(0, 3)), (1, slice(3, 7))]:
+        alone = causal_conv1d_fn(x[s : s + 1, :, rows], weight, bias, activation="silu")
+        assert torch.equal(out[s, :, rows], alone[0])
+    assert not out[1, :, 7:].any()
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 5])
+@pytest.mark.parametrize("with_slots", [False, True])
+def test_causal_conv1d_update_of_rings(with_slots: bool, seq_len: int) -> None:
+    """As states that are moved along; the token at position p is in column p % state_len."""
+    state_len, before = 4, [6, 3]
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    moved = torch.randn(BATCH, 6, state_len)
+    slots = torch.tensor([4, 1], dtype=torch.int32)
+    rings = torch.randn(5, 6, state_len) if with_slots else torch.empty(BATCH, 6, state_len)
+    of_sequence = slots.tolist() if with_slots else [0, 1]
+    for s, length in enumerate(before):
+        rings[of_sequence[s]][:, [(length + i) % state_len for i in range(state_len)]] = moved[s]
+    untouched = rings[0].clone()
+    x = torch.randn(BATCH, 6, seq_len)
+    options: dict[str, Any] = {"conv_state_indices": slots} if with_slots else {}
+    lengths = torch.tensor(before, dtype=torch.int32)
+    out = causal_conv1d_update(x, rings, weight, bias, "silu", cache_seqlens=lengths, **options)
+    assert torch.equal(out, causal_conv1d_update(x, moved, weight, bias, "silu"))
+    for s, length in enumerate(before):
+        columns = [(length + seq_len + i) % state_len for i in range(state_len)]
+        assert torch.equal(rings[of_sequence[s]][:, columns], moved[s])
+    if with_slots:
+        assert torch.equal(rings[0], untouched)
+        padding = {"conv_state_indices": torch.tensor([-1, 3], dtype=torch.int32)}
+        kept = rings.clone()
+        out = causal_conv1d_update(x, rings, weight, bias, "silu", cache_seqlens=lengths, **padding)
+        assert not out[0].any()
+        assert torch.equal(rings[[0, 1, 2, 4]], kept[[0, 1, 2, 4]])
+
+
+def test_causal_conv1d_varlen_states() -> None:
+    x, starts = torch.randn(7, 3), torch.tensor([0, 5, 5, 7])
+    states = causal_conv1d_varlen_states(x, starts, 3)
+    assert states.stride(1) == 1
+    assert torch.equal(states[0], x[2:5].T)
+    assert not states[1].any()
+    assert torch.equal(states[2], torch.cat([torch.zeros(1, 3), x[5:7]]).T)
+    with pytest.raises(ValueError, match=r"^causal_conv1d_varlen_states: cu_seqlens: expected at most 6 last, got 7"):
+        causal_conv1d_varlen_states(x[:6], starts, 3)
+
+
 @pytest.mark.parametrize("normalise", [False, True])
 def test_gated_delta_rule(normalise: bool) -> None:
     q, k = torch.randn(2, BATCH, LENGTH, 2, 8)
@@ -113,6 +196,56 @@ def test_gated_delta_rule_without_gates() -> None:
     gates = torch.zeros(BATCH, LENGTH, 2)
     expected = fused_recurrent_gated_delta_rule(q, k, v, g=gates, beta=gates + 1)
     assert torch.equal(fused_recurrent_gated_delta_rule(q, k, v)[0], expected[0])
+
+
+@pytest.mark.parametrize("function", [chunk_gated_delta_rule, fused_recurrent_gated_delta_rule])
+def test_what_is_computed_in_the_kernel(function: Callable[..., Any]) -> None:
+    """Gates of what they are made of, and states the other way round: as of gates and states that are given."""
+    q, k, v = torch.randn(3, BATCH, LENGTH, 2, 8)
+    v = v[..., :5]
+    raw, beta = torch.randn(2, BATCH, LENGTH, 2)
+    log, bias, before = torch.randn(2), torch.randn(2), torch.randn(BATCH, 2, 8, 5)
+    g = -log.exp() * torch.nn.functional.softplus(raw + bias)
+    options: dict[str, Any] = dict(output_final_state=True)
+    expected_out, expected_state = function(q, k, v, g=g, beta=2 * beta.sigmoid(), initial_state=before, **options)
+    options |= dict(use_gate_in_kernel=True, A_log=log, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True)
+    turned = before.transpose(2, 3).contiguous()
+    out, state = function(q, k, v, g=raw, beta=beta, dt_bias=bias, initial_state=turned, state_v_first=True, **options)
+    assert_close((out, state.transpose(2, 3)), (expected_out, expected_state))
+    with pytest.warns(DeprecationWarning, match="state_v_first"):
+        older, _ = function(
+            q, k, v, g=raw, beta=beta, dt_bias=bias, initial_state=turned, transpose_state_layout=True, **options
+        )
+    assert torch.equal(older, out)
+
+
+def test_several_dtypes() -> None:
+    """Computed in fp32, as of the same numbers in fp32; the result has the dtype of the tensor that it is like."""
+    half = torch.float16
+    q, k, v = torch.randn(3, BATCH, LENGTH, 2, 8)
+    g, beta = -torch.rand(BATCH, LENGTH, 2), torch.rand(BATCH, LENGTH, 2)
+    out, _ = chunk_gated_delta_rule(q, k, v.to(half), g, beta.to(half))
+    assert torch.equal(out, chunk_gated_delta_rule(q, k, v.to(half).float(), g, beta.to(half).float())[0].to(half))
+
+    state, x, dt = torch.randn(BATCH, 4, 6, 8), torch.randn(BATCH, 4, 6), torch.randn(BATCH, 4, 6)
+    A, (B, C) = -torch.rand(4, 6, 8), torch.randn(2, BATCH, 2, 8)
+    out = selective_state_update(state.clone(), x.to(half), dt.to(half), A, B, C)
+    expected = selective_state_update(state.clone(), x.to(half).float(), dt.to(half).float(), A, B, C)
+    assert torch.equal(out, expected.to(half))
+
+    u, delta = torch.randn(2, BATCH, 6, LENGTH)
+    B, C = torch.randn(2, BATCH, 8, LENGTH)
+    out = selective_scan_fn(u.to(half), delta, A[0], B, C)
+    assert torch.equal(out, selective_scan_fn(u.to(half).float(), delta, A[0], B, C).to(half))
+
+
+def test_complex_numbers_are_refused() -> None:
+    """Torch would drop their imaginary part."""
+    u, (B, C) = torch.zeros(BATCH, 6, LENGTH), torch.zeros(2, BATCH, 8, LENGTH)
+    with pytest.raises(TypeError, match=r"^selective_scan_fn: A: expected a real dtype, got complex64"):
+        selective_scan_fn(u, u, torch.zeros(6, 8, dtype=torch.complex64), B, C)
+    with pytest.raises(TypeError, match=r"^selective_scan_fn: B: expected a real dtype, got complex64"):
+        selective_scan_fn(u, u, torch.zeros(6, 8), B.to(torch.complex64), C)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -152,6 +285,46 @@ def test_mamba_1() -> None:
     assert_close((torch.stack(outs, dim=-1), state), expected)
 
 
+@pytest.mark.parametrize("constant", ["B", "C", "both"])
+def test_mamba_1_with_the_same_numbers_at_all_tokens(constant: str) -> None:
+    u, delta = torch.randn(2, BATCH, 6, LENGTH)
+    A, B, C = -torch.rand(6, 8), torch.randn(6, 8), torch.randn(BATCH, 2, 8, LENGTH)
+    C = torch.randn(6, 8) if constant == "both" else C
+    if constant == "C":
+        B, C = C, B
+    everywhere = [
+        tensor[None, :, :, None].expand(BATCH, 6, 8, LENGTH) if tensor.dim() == 2 else tensor.repeat_interleave(3, 1)
+        for tensor in (B, C)
+    ]
+    assert_close(selective_scan_fn(u, delta, A, B, C), selective_scan_fn(u, delta, A, *everywhere))
+
+
+def test_mamba_2_of_sequences_side_by_side() -> None:
+    heads, head_dim, size = 4, 6, 8
+    x, dt, A = torch.randn(BATCH, LENGTH, heads, head_dim), torch.rand(BATCH, LENGTH, heads), -torch.rand(heads)
+    B, C = torch.randn(2, BATCH, LENGTH, 2, size)
+    before = torch.randn(BATCH, heads, head_dim, size)
+    seq_idx = torch.tensor([[0] * 4 + [1] * 5, [0] * LENGTH], dtype=torch.int32)
+    options: dict[str, Any] = dict(return_final_states=True)
+    out, states = mamba_chunk_scan_combined(x, dt, A, B, C, 4, initial_states=before, seq_idx=seq_idx, **options)
+    for s, rows, initial in ((0, slice(0, 4), before[:1]), (0, slice(4, 9), None), (1, slice(0, 9), before[1:])):
+        of_rows = [tensor[s : s + 1, rows] for tensor in (x, dt, B, C)]
+        alone, state = mamba_chunk_scan_combined(*of_rows[:2], A, *of_rows[2:], 4, initial_states=initial, **options)
+        assert torch.equal(out[s, rows], alone[0])
+        if rows.stop == LENGTH:
+            assert torch.equal(states[s], state[0])
+
+
+def test_mamba_2_with_numbers_of_channels() -> None:
+    x, z = torch.randn(2, BATCH, LENGTH, 4, 6)
+    dt, A, D = torch.rand(BATCH, LENGTH, 4), -torch.rand(4), torch.randn(4)
+    B, C = torch.randn(2, BATCH, LENGTH, 2, 8)
+    expected = mamba_chunk_scan_combined(x, dt, A, B, C, 4, D=D, z=z)
+    assert_close(mamba_chunk_scan_combined(x, dt, A, B, C, 4, D=D[:, None].expand(4, 6), z=z), expected)
+    with pytest.raises(ValueError, match=r"^mamba_chunk_scan_combined: D: expected shape \[4, 6\], got \[6, 4\]"):
+        mamba_chunk_scan_combined(x, dt, A, B, C, 4, D=torch.zeros(6, 4))
+
+
 def test_mamba_chunk_scan_combined() -> None:
     heads, head_dim, groups, size = 4, 6, 2, 8
     x, z = torch.randn(2, BATCH, LENGTH, heads, head_dim)
@@ -174,7 +347,13 @@ X, W = torch.zeros(2, 6, 3), torch.zeros(6, 4)
 QKV, GATES = [torch.zeros(2, 3, 4, 8)] * 3, [torch.zeros(2, 3, 4)] * 2
 WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
     (causal_conv1d_fn, [X[0], W], {}, "x: expected 3 dimensions"),
-    (causal_conv1d_fn, [X, W], {"seq_idx": torch.zeros(2, 3)}, "seq_idx: expected None, got a tensor"),
+    (
+        causal_conv1d_fn,
+        [X, W],
+        {"seq_idx": torch.zeros(2, 3).int(), "return_final_states": True},
+        "seq_idx: expected None with return_final_states, got a tensor",
+    ),
+    (causal_conv1d_fn, [X, W], {"seq_idx": torch.zeros(2, 4).int()}, r"seq_idx: expected shape \[2, 3\]"),
     (causal_conv1d_fn, [X, W], {"initial_states": torch.zeros(2, 6, 4)}, "initial_states: expected shape"),
     (causal_conv1d_fn, [X, W], {"activation": "gelu"}, "activation: expected None, "),
     (
@@ -183,7 +362,37 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
         {},
         r"conv_state: expected the last 3 \(weight has a width of 4\) to 32 rows",
     ),
-    (causal_conv1d_update, [X, torch.zeros(2, 6, 3), W], {"cache_seqlens": torch.zeros(2)}, "cache_seqlens: expected"),
+    (
+        causal_conv1d_update,
+        [X, torch.zeros(2, 6, 3), W],
+        {"cache_seqlens": torch.zeros(3).int()},
+        "cache_seqlens: expected 2 elements, got 3",
+    ),
+    (
+        causal_conv1d_update,
+        [X, torch.zeros(2, 6, 3), W],
+        {"cache_seqlens": torch.zeros(2).int(), "conv_state_indices": torch.tensor([0, 2])},
+        r"conv_state_indices: expected -1 \(padding\) to 1, got \[0, 2\]",
+    ),
+    (
+        causal_conv1d_update,
+        [X, torch.zeros(3, 6, 3), W],
+        {"cache_seqlens": torch.zeros(2).int()},
+        "conv_state: expected 2 states, one for each sequence of x, got 3",
+    ),
+    (chunk_gated_delta_rule, [*QKV, *GATES], {"allow_neg_eigval": True}, "allow_neg_eigval: expected False without"),
+    (
+        chunk_gated_delta_rule,
+        [*QKV, *GATES],
+        {"use_gate_in_kernel": True, "A_log": torch.zeros(3)},
+        r"A_log: expected shape \[4\], got \[3\]",
+    ),
+    (
+        chunk_gated_delta_rule,
+        [*QKV, *GATES],
+        {"state_v_first": True, "transpose_state_layout": True},
+        "transpose_state_layout: expected None with state_v_first",
+    ),
     (
         causal_conv1d_update,
         [X, torch.zeros(2, 6, 3), W],

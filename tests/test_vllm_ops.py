@@ -518,3 +518,59 @@ def test_concat_and_cache_mla() -> None:
     assert cache.count_nonzero() == 6
     with pytest.raises(ValueError, match=r"^concat_and_cache_mla: kv_cache_dtype: expected 'auto', got 'fp8'"):
         vllm_ops.concat_and_cache_mla(torch.ones(2, 4), torch.ones(2, 2), cache, slots, "fp8", None)
+
+
+TABLE = torch.tensor([[2, 0, 1], [1, 2, 0]], dtype=torch.int32)  # of caches of 3 blocks of 4 tokens
+
+
+@pytest.mark.parametrize("seq_starts", [None, [3, 2]])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e5m2"])
+def test_latents_are_gathered(kv_cache_dtype: str, seq_starts: list[int] | None) -> None:
+    """Token by token from where it lies. What lies behind the tokens of all sequences stays."""
+    fp8 = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}.get(kv_cache_dtype, torch.float32)
+    numbers = torch.randn(3, 4, 6).to(fp8)
+    cache = numbers.view(torch.uint8) if kv_cache_dtype != "auto" else numbers
+    starts, first = torch.tensor([0, 5, 7], dtype=torch.int32), seq_starts or [0, 0]
+    places = [(s, first[s] + i) for s, length in enumerate((5, 2)) for i in range(length)]
+    expected = torch.stack([numbers.float()[TABLE[s, p // 4], p % 4] for s, p in places])
+    offsets = None if seq_starts is None else torch.tensor(seq_starts, dtype=torch.int32)
+    dst = torch.full((8, 6), 9.0)
+    scale = torch.tensor(0.5)
+    vllm_ops.gather_and_maybe_dequant_cache(
+        cache, dst, TABLE, starts, torch.tensor([0] * 5 + [1] * 2), 7, kv_cache_dtype, scale, offsets
+    )
+    assert torch.equal(dst[:7], expected if kv_cache_dtype == "auto" else expected * 0.5)
+    assert torch.equal(dst[7], torch.full((6,), 9.0))
+    copied = torch.zeros(7, 6, dtype=cache.dtype)
+    vllm_ops.cp_gather_cache(cache, copied, TABLE, starts, 2, offsets)
+    assert torch.equal(copied.view(fp8).float(), expected)
+
+
+def test_gathering_of_latents_is_checked() -> None:
+    cache, dst, starts = torch.zeros(3, 4, 6), torch.zeros(8, 6), torch.tensor([0, 5, 7], dtype=torch.int32)
+    for arguments, message in (
+        ((cache, dst[:, :5], TABLE, starts, 2), r"dst: expected shape \[num_tokens, 6\], as src_cache, got \[8, 5\]"),
+        ((cache, dst, TABLE, starts, 3), "cu_seq_lens: expected 4 elements, got 3"),
+        ((cache, dst, TABLE + 1, starts, 2), "block_table: expected .* got 3"),
+        ((cache, dst, TABLE, starts, 2, torch.tensor([9, 0])), "seq_starts: expected .* got new tokens from 9 to 13"),
+    ):
+        with pytest.raises(ValueError, match=f"^cp_gather_cache: {message}"):
+            vllm_ops.cp_gather_cache(*arguments)
+    with pytest.raises(ValueError, match=r"^gather_and_maybe_dequant_cache: kv_cache_dtype: expected one of auto, fp8"):
+        vllm_ops.gather_and_maybe_dequant_cache(cache, dst, TABLE, starts, None, 7, "int4", None)
+
+
+def test_mla_decode_kvcache_cpu() -> None:
+    query, cache, lengths = torch.randn(2, 5, 6), torch.randn(3, 4, 6), torch.tensor([9, 2], dtype=torch.int32)
+    out = torch.empty(2, 5, 4)
+    vllm_ops.mla_decode_kvcache_cpu(out, query, cache, 0.3, TABLE, lengths)
+    for s, length in enumerate(lengths.tolist()):
+        tokens = cache[TABLE[s].long()].flatten(0, 1)[:length]
+        expected = torch.softmax(0.3 * query[s] @ tokens.T, -1) @ tokens[:, :4]
+        torch.testing.assert_close(out[s], expected)
+    with pytest.raises(
+        ValueError, match=r"^mla_decode_kvcache_cpu: out: expected \[2, 5, 'up to 6'\] of torch.float32"
+    ):
+        vllm_ops.mla_decode_kvcache_cpu(torch.empty(2, 4, 4), query, cache, 0.3, TABLE, lengths)
+    with pytest.raises(TypeError, match=r"^mla_decode_kvcache_cpu: kv_cache: expected dtype float32, got float16"):
+        vllm_ops.mla_decode_kvcache_cpu(out, query, cache.half(), 0.3, TABLE, lengths)

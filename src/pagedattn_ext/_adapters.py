@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from . import ops
-from ._index_checks import check_starts, num_seqs_of
+from ._index_checks import check_indices, check_starts, num_seqs_of
 from .ops import _call
 
 T = TypeVar("T")
@@ -152,6 +152,21 @@ def sequences_of_rows(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return ops.batch_positions(starts, torch.zeros_like(starts[1:]), num_rows)
 
 
+def to_fp32(function: Callable[..., Any], name: str, tensor: Tensor) -> Tensor:
+    """Torch would drop what is imaginary."""
+    if tensor.is_complex():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise TypeError(f"{function.__qualname__}: {name}: expected a real dtype, got {dtype}")
+    return tensor.float()
+
+
+def in_one_dtype(function: Callable[..., Any], **tensors: Tensor) -> list[Tensor]:
+    """The tensors as they are if all have one dtype, otherwise in fp32."""
+    if len({tensor.dtype for tensor in tensors.values()}) == 1:
+        return [*tensors.values()]
+    return [to_fp32(function, name, tensor) for name, tensor in tensors.items()]
+
+
 def packed_rows(tensor: Tensor) -> Tensor:
     """A tensor as ops take rows: a copy if the dimensions from 1 on are not contiguous."""
     return tensor if tensor[:1].is_contiguous() else tensor.contiguous()
@@ -170,6 +185,21 @@ def sequences_of_batch(function: Callable[..., Any], batch: Tensor, cu_seqlens: 
         )
     check_starts(function, "cu_seqlens", cu_seqlens, num_seqs, seq_len)
     return cu_seqlens
+
+
+def starts_of_runs(function: Callable[..., Any], name: str, numbers: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Where sequences begin in the rows of [batch, seq_len, ...], and the last ends, int64. A sequence is a run of
+    equal numbers within one of the batch.
+
+    numbers: int32 or int64 [batch, seq_len], this shape.
+    """
+    _call.check_tensors(function.__qualname__, **{name: numbers})
+    if numbers.shape != shape:
+        raise ValueError(f"{function.__qualname__}: {name}: expected shape {list(shape)}, got {list(numbers.shape)}")
+    check_indices(function, name, numbers.flatten())
+    begins = torch.ones_like(numbers, dtype=torch.bool)
+    begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
+    return torch.cat([begins.flatten().nonzero().squeeze(1), begins.new_tensor([begins.numel()], dtype=torch.int64)])
 
 
 def states_before(

@@ -10,6 +10,7 @@ plan. Refused, with a ValueError that names the argument: fp8 caches and sparse 
 attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length).
 """
 
+import math
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def flash_mla_with_kvcache(
 
     Args:
         q: [batch, seqlen_q, num_heads, head_size], absorbed queries.
-        k_cache: [num_blocks, page_size, 1, head_size] of the same dtype; values are the first head_dim_v numbers.
+        k_cache: [num_blocks, page_size, num_kv_heads, head_size] of the same dtype; values are the first head_dim_v
+            numbers. Each head of it serves num_heads / num_kv_heads heads of q that follow each other.
         block_table: int32 or int64 [batch, max_num_blocks_per_seq].
         cache_seqlens: int32 or int64 [batch], cached tokens, those of q included.
         softmax_scale: default head_size ** -0.5.
@@ -66,7 +68,7 @@ def flash_mla_with_kvcache(
 
     Returns:
         out [batch, seqlen_q, num_heads, head_dim_v] and lse, fp32 [batch, num_heads, seqlen_q]. A row that sees nothing
-        gives zeros and an lse of -inf.
+        gives zeros and an lse of +inf, as in FlashMLA.
 
     Raises TypeError and ValueError for a wrong type, shape or value, lengths and blocks among them.
     """
@@ -81,21 +83,26 @@ def flash_mla_with_kvcache(
     check_rank(function.__name__, "q", q, 4)
     check_rank(function.__name__, "k_cache", k_cache, 4)
     refuse_gradients(function, q=q, k_cache=k_cache)
-    head_size = q.shape[3]
-    if k_cache.shape[2:] != (1, head_size):
-        expected = f"one head of {head_size} numbers, as q has"
+    batch, seqlen_q, num_heads, head_size = q.shape
+    num_kv_heads = k_cache.shape[2]
+    if k_cache.shape[3] != head_size or num_kv_heads == 0 or num_heads % num_kv_heads:
+        expected = f"heads of {head_size} numbers, as q has, whose number divides the {num_heads} of q"
         raise ValueError(f"{function.__name__}: k_cache: expected {expected}, got shape {list(k_cache.shape)}")
     head_dim_v = to_int(function.__name__, "head_dim_v", head_dim_v)
     if not 1 <= head_dim_v <= head_size:
         raise ValueError(f"{function.__name__}: head_dim_v: expected 1 to {head_size}, got {head_dim_v}")
-    batch, seqlen_q, num_heads, _ = q.shape
     check_indices(function, "cache_seqlens", cache_seqlens, batch)
     starts = None if seqlen_q == 1 else torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
-    rows, latents = q.flatten(0, 1), k_cache.squeeze(2)
-    out, lse = call_as(
-        function, NAMES, ops.mla_attention,
-        rows[..., :head_dim_v], rows[..., head_dim_v:], latents[..., :head_dim_v], latents[..., head_dim_v:],
-        block_table, cache_seqlens,
-        query_start_loc=starts, scale=head_size**-0.5 if softmax_scale is None else softmax_scale, causal=causal,
-    )  # fmt: skip
+    heads = zip(q.flatten(0, 1).chunk(num_kv_heads, 1), k_cache.unbind(2), strict=True)
+    parts = [
+        call_as(
+            function, NAMES, ops.mla_attention,
+            rows[..., :head_dim_v], rows[..., head_dim_v:], latents[..., :head_dim_v], latents[..., head_dim_v:],
+            block_table, cache_seqlens,
+            query_start_loc=starts, scale=head_size**-0.5 if softmax_scale is None else softmax_scale, causal=causal,
+        )
+        for rows, latents in heads
+    ]  # fmt: skip
+    out, lse = parts[0] if num_kv_heads == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
     return out.view(batch, seqlen_q, num_heads, head_dim_v), lse.view(batch, seqlen_q, num_heads).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The function of vLLM's fork of flash-attn (`vllm.vllm_flash_attn`) on the ops of this package.
+"""The functions of vLLM's fork of flash-attn (`vllm.vllm_flash_attn`) on the ops of this package.
 
 Names, order and defaults are the fork's. `pagedattn_ext.flash_attn` computes, and says what the arguments mean and what
 has no effect. Refused, with a ValueError that names the argument: dropout_p, q_v, output_scale, cp_world_size above 1,
@@ -12,8 +12,23 @@ from torch import Tensor
 
 from . import flash_attn
 from ._adapters import expect_defaults
+from .flash_attn_interface import get_scheduler_metadata
 
-__all__ = ["flash_attn_varlen_func"]
+__all__ = [
+    "fa_version_unsupported_reason",
+    "flash_attn_varlen_func",
+    "get_scheduler_metadata",
+    "is_fa_version_supported",
+]
+
+
+def is_fa_version_supported(fa_version: int) -> bool:
+    """Whether `flash_attn_varlen_func` takes this fa_version: 2, 3 and 4, which are the same here."""
+    return fa_version_unsupported_reason(fa_version) is None
+
+
+def fa_version_unsupported_reason(fa_version: int) -> str | None:
+    return None if fa_version in (2, 3, 4) else f"fa_version: expected 2, 3 or 4, got {fa_version}"
 
 
 def flash_attn_varlen_func(

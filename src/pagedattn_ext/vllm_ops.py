@@ -6,7 +6,7 @@ Names, order and meaning of the arguments are vLLM's: results first, which are w
 either layout of `pagedattn_ext.ops`. From the first vLLM are `single_query_cached_kv_attention` with a head_mapping,
 `gather_cached_kv`, `rotary_embedding_neox`, and block mappings that are dicts. k_scale and v_scale may be floats.
 
-The functions of vLLM's attention on CPUs are those of `vllm_cpu_attention`.
+The functions of vLLM's attention on CPUs are those of `vllm_cpu_attention`, those that read latents of `vllm_mla`.
 
 Taken, and without effect: tp_rank. Refused, with a ValueError that names the argument: blocksparse_vert_stride, and
 output_scale of `merge_attn_states`. A bool is no scale.
@@ -28,15 +28,18 @@ from .vllm_cpu_attention import (
     cpu_attn_get_scheduler_metadata,
     cpu_attn_reshape_and_cache,
 )
+from .vllm_mla import cp_gather_cache, gather_and_maybe_dequant_cache, mla_decode_kvcache_cpu
 
 __all__ = [
     "concat_and_cache_mla",
     "convert_fp8",
     "copy_blocks",
+    "cp_gather_cache",
     "cpu_attention_with_kv_cache",
     "cpu_attn_get_scheduler_metadata",
     "cpu_attn_reshape_and_cache",
     "fused_add_rms_norm",
+    "gather_and_maybe_dequant_cache",
     "gather_cached_kv",
     "gelu_and_mul",
     "gelu_fast",
@@ -44,6 +47,7 @@ __all__ = [
     "gelu_quick",
     "gelu_tanh_and_mul",
     "merge_attn_states",
+    "mla_decode_kvcache_cpu",
     "paged_attention_v1",
     "paged_attention_v2",
     "reshape_and_cache",

@@ -5,27 +5,47 @@ say nothing of its other tests. What the tests take from the insides of the libr
 nothing.
 """
 
+import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import logging
+import math
 import pkgutil
+import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
+import torch
 from on_cpu import CAPABILITY
 
 import pagedattn_ext
 
 PACKAGE = pagedattn_ext.__path__[0]
-LIBRARIES = ("flashinfer", "flash_attn", "flash_attn_interface")  # ours have the same names
+# Ours have the same names.
+LIBRARIES = ("flashinfer", "flash_attn", "flash_attn_interface", "causal_conv1d", "mamba_ssm", "fla")
 INSIDES = (
     *("flashinfer.jit", "flashinfer.cutile", "flashinfer.trace", "flashinfer.fp4_quantization"),
     *("flashinfer.quantization.nvfp4_quantization_utils", "flash_attn.cute.cache_utils"),
 )
+
+# By the name of a module, a file of a checkout that has references in plain torch beside what needs a GPU.
+REFERENCES = {
+    "causal_conv1d.causal_conv1d_interface": "causal-conv1d/causal_conv1d/causal_conv1d_interface.py",
+    "causal_conv1d.causal_conv1d_varlen": "causal-conv1d/causal_conv1d/causal_conv1d_varlen.py",
+    "mamba_ssm.ops.selective_scan_interface": "mamba/mamba_ssm/ops/selective_scan_interface.py",
+    "mamba_ssm.ops.triton.selective_state_update": "mamba/mamba_ssm/ops/triton/selective_state_update.py",
+    "fla.ops.gated_delta_rule.gate": "flash-linear-attention/fla/ops/gated_delta_rule/gate.py",
+    "fla.ops.gated_delta_rule.naive": "flash-linear-attention/fla/ops/gated_delta_rule/naive.py",
+    "fla.utils": "flash-linear-attention/fla/utils/_testing.py",
+    "flash_attn.ops.triton.layer_norm": "flash-attention/flash_attn/ops/triton/layer_norm.py",
+}
+IS_REFERENCE = re.compile(r".*_ref|naive_.*|assert_close|get_.*err.*")
 
 
 class Missing(AttributeError):
@@ -77,12 +97,12 @@ def with_other_names(module: ModuleType, name: str, kind: Callable[[str], object
         module.__path__ = []
 
 
-def use_our_names(flash_attn_checkout: Path) -> None:
+def use_our_names(checkouts: Path) -> None:
     """From now on, for this process."""
     sys.meta_path.append(OtherModules())
     for name in LIBRARIES:
         put(name, importlib.import_module(f"pagedattn_ext.{name}"))
-    add_helpers_of_tests(flash_attn_checkout)
+    add_helpers_of_tests(checkouts)
 
 
 def put(name: str, module: ModuleType) -> None:
@@ -94,8 +114,11 @@ def put(name: str, module: ModuleType) -> None:
     with_other_names(module, name, MissingName)
 
 
-def add_helpers_of_tests(flash_attn_checkout: Path) -> None:
+def add_helpers_of_tests(checkouts: Path) -> None:
     """What the tests ask of the GPU and of the build, and references that lie in the libraries."""
+    for name, file in REFERENCES.items():
+        if (checkouts / file).exists():
+            add_references(importlib.import_module(name), checkouts / file)
     utils = importlib.import_module("flashinfer.utils")
     utils.get_compute_capability = lambda device: CAPABILITY
     utils.is_sm90a_supported = lambda device: True
@@ -104,7 +127,28 @@ def add_helpers_of_tests(flash_attn_checkout: Path) -> None:
     utils.GPUArchitectureError = type("GPUArchitectureError", (Exception,), {})
     interface = importlib.import_module("flash_attn.flash_attn_interface")
     interface.USE_TRITON_ROCM = False
-    path = flash_attn_checkout / "flash_attn" / "cute" / "testing.py"
-    spec = importlib.util.spec_from_file_location("flash_attn.cute.testing", path)
-    testing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(testing)
+    of_fla = importlib.import_module("fla.utils")
+    of_fla.device = "cpu"
+    for name in ("INTEL_ALCHEMIST", "NPU", "NVIDIA_BLACKWELL", "NVIDIA_HOPPER", "NVIDIA_SM100", "NVIDIA_SM120"):
+        setattr(of_fla, f"IS_{name}", False)
+    path = checkouts / "flash-attention" / "flash_attn" / "cute" / "testing.py"
+    if path.exists():
+        spec = importlib.util.spec_from_file_location("flash_attn.cute.testing", path)
+        testing = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(testing)
+
+
+def add_references(module: ModuleType, file: Path) -> None:
+    """The functions of the file that compute in plain torch, without what the file imports and compiles."""
+    names = {"torch": torch, "F": torch.nn.functional, "Tensor": torch.Tensor, "math": math, "warnings": warnings}
+    einops = importlib.import_module("einops")  # which test_peers.py does without
+    names |= {"rearrange": einops.rearrange, "repeat": einops.repeat}
+    names |= {"logger": logging.getLogger(), "FLA_CI_ENV": False}  # False is strict
+    functions = [
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and IS_REFERENCE.fullmatch(node.name) and not node.decorator_list
+    ]
+    exec(compile(ast.Module(functions, []), str(file), "exec"), names)
+    for function in functions:
+        setattr(module, function.name, names[function.name])

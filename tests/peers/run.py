@@ -1,8 +1,9 @@
-"""The forward tests of flash-attn and FlashInfer on our modules, on a CPU: run.py FOLDER [FILES] [--cases N]
+"""The forward tests of other libraries on our modules, on a CPU: run.py FOLDER [FILES] [--cases N]
 
-FOLDER holds their checkouts, `flash-attention` and `flashinfer`. Each of their test files runs in a process of its own,
-two at a time; of each test that has parameters, a sample runs. A table says what became of the tests, and behind it
-stands each reason for which a test has not passed.
+FOLDER holds their checkouts, or some of them: `flashinfer`, `flash-attention`, `causal-conv1d`, `mamba` and
+`flash-linear-attention`. Each of their test files runs in a process of its own, two at a time; of each test that has
+parameters, a sample runs. A table says what became of the tests, and behind it stands each reason for which a test has
+not passed.
 """
 
 import argparse
@@ -51,20 +52,28 @@ FLASHINFER = Suite(
         *("tests/attention/test_decode_prefill_lse.py", "tests/attention/test_decode_fp8_calibration_scale.py"),
         *("tests/attention/test_fp8_prefill.py", "tests/attention/test_rope.py"),
         *("tests/utils/test_norm.py", "tests/utils/test_activation.py", "tests/utils/test_sampling.py"),
-        "tests/utils/test_quantization.py",
+        *("tests/utils/test_quantization.py", "tests/attention/test_deepseek_mla.py"),
+        "tests/attention/test_mla_page.py",
     ),
-    "not (nvfp4 or quant_ or rope_quantize or mla or int64_stride or overflow or compil or smem or cutile"
-    " or rejects_mismatched_q_len)",
+    "not (nvfp4 or quant_ or rope_quantize or cutlass_mla or mla_fp8 or fp8_kv or int64_stride or overflow or compil"
+    " or smem or cutile or rejects_mismatched_q_len)",
 )
 FLASH_ATTN = Suite(
     "flash-attention",
     (
         *("tests/test_flash_attn.py", "hopper/test_flash_attn.py", "tests/cute/test_flash_attn.py"),
         *("tests/cute/test_flash_attn_varlen.py", "tests/test_rotary.py"),
+        "tests/ops/triton/test_layer_norm.py",
     ),
-    "not (bwd or backward or grad or race_condition or deterministic or mla or sm100 or compilation or cache"
-    " or bw_compatibility or invalid_head_dim or generator_arg)",
+    "not (bwd or backward or grad or race_condition or deterministic or mla or sm100 or compilation or cache_separates"
+    " or norm_linear or bw_compatibility or invalid_head_dim or generator_arg)",
 )
+CAUSAL_CONV1D = Suite("causal-conv1d", ("tests/test_causal_conv1d.py",), "not (bwd or race_condition)")
+MAMBA = Suite(
+    "mamba", ("tests/ops/test_selective_scan.py", "tests/ops/triton/test_selective_state_update.py"), "not inner"
+)
+FLA = Suite("flash-linear-attention", ("tests/ops/test_gdn.py",), "not (flash_qla or wy_repr or blackwell)")
+SUITES = (FLASHINFER, FLASH_ATTN, CAUSAL_CONV1D, MAMBA, FLA)
 
 
 def run_file(folder: Path, suite: Suite, file: str, num_cases: int, result: Path) -> None:
@@ -72,10 +81,10 @@ def run_file(folder: Path, suite: Suite, file: str, num_cases: int, result: Path
     log = os.open(result.with_suffix(".log"), os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    use_our_names(folder / FLASH_ATTN.checkout)
+    use_our_names(folder)
     use_cpu()
     use_no_gradients()
-    if file.endswith("test_rotary.py"):
+    if file == "tests/test_rotary.py":
         sys.modules["triton"] = ModuleType("triton")  # for a test that counts what Triton has compiled, and is left out
     checkout = folder / suite.checkout
     os.chdir(checkout)
@@ -103,7 +112,7 @@ def result_of(folder: Path, suite: Suite, file: str, num_cases: int) -> dict[str
 
 def table(results: dict[str, Any]) -> str:
     lines = ["| test file | passed | refused by name | missing | failed |", "|---|---|---|---|---|"]
-    for suite in (FLASHINFER, FLASH_ATTN):
+    for suite in SUITES:
         rows = {name: result["counts"] for name, result in results.items() if name.startswith(suite.checkout + "/")}
         total = sum(map(Counter, rows.values()), Counter())
         if rows:
@@ -135,7 +144,8 @@ if __name__ == "__main__":
     parser.add_argument("--cases", type=int, default=8, help="cases of each test")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    files = {f"{suite.checkout}/{file}": (suite, file) for suite in (FLASHINFER, FLASH_ATTN) for file in suite.files}
+    suites = [suite for suite in SUITES if (arguments.folder / suite.checkout).is_dir()]
+    files = {f"{suite.checkout}/{file}": (suite, file) for suite in suites for file in suite.files}
     files = {name: of for name, of in files.items() if any(part in name for part in arguments.files or [""])}
     start = time.perf_counter()
     with ThreadPool(2) as pool:

@@ -18,9 +18,9 @@ not fp8.
 Different: a row without keys has an lse of -inf, as in FlashAttention-3 (flash-attn 2 says +inf). With ALiBi the lse is
 that of the bias -slope * |t - p|, where flash-attn 2 leaves a constant out of causal rows.
 
-Refused, with a ValueError that names the argument: dropout_p, qv; cache_leftpad or cache_batch_idx with a block table.
-A bool is no scale (TypeError). Tensors that require grad raise RuntimeError, because there is no backward. Heads of a
-size that is no multiple of 16 bytes, and values of another width than keys, are padded in copies, caches included.
+Refused, with a ValueError that names the argument: dropout_p, qv. A bool is no scale (TypeError). Tensors that require
+grad raise RuntimeError, because there is no backward. Heads of a size that is no multiple of 16 bytes, and values of
+another width than keys, are padded in copies, caches included.
 
 The submodules import by absolute names, so that they load under the name `flash_attn` as well.
 """

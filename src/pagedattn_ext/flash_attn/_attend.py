@@ -200,7 +200,7 @@ def _scaled(
         _by_row(function, name, getattr(extras, name), starts, query, num_kv_heads)
         for name in ("q_descale", "k_descale", "v_descale")
     )
-    if new is not None and _scales_differ(extras):
+    if new is not None:
         new = _scaled_new(function, keys[0], extras, new)
     extras = extras._replace(k_descale=None, v_descale=None)
     if keys[0].dtype not in FP8:
@@ -218,8 +218,10 @@ def _scaled(
 
 
 def _scaled_new(function: Function, key_cache: Tensor, extras: Extras, new: NewTokens) -> NewTokens:
-    """The new tokens divided by the scales of an fp8 cache."""
+    """The new tokens divided by the scales of an fp8 cache. Those that are fp8 themselves are the cache's numbers."""
     key, value = new.key.flatten(0, -3), new.value.flatten(0, -3)
+    if key.dtype == value.dtype == key_cache.dtype and key.dtype in FP8:
+        return NewTokens(key.float(), value.float(), new.starts)
     k_scale = _by_row(function, "k_descale", extras.k_descale, new.starts, key, key.shape[1])
     v_scale = _by_row(function, "v_descale", extras.v_descale, new.starts, value, value.shape[1])
     if key_cache.dtype not in FP8:

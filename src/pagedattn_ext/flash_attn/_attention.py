@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from .. import ops
 from .._adapters import call_as, expect_defaults, kept
-from .._index_checks import check_indices, num_seqs_of
+from .._index_checks import check_indices, num_seqs_of, values_are_checked
 from ..ops._call import check_bool, check_tensors, to_int
 from ._arguments import (
     OF_BATCHES,
@@ -269,8 +269,9 @@ def flash_attn_with_kvcache(
         rotary_cos, rotary_sin: [max_position, rot_dim / 2]. New key j is rotated by position cache_seqlens + j, row i
             by cache_seqlens + i (by cache_seqlens alone if neither causal nor windowed). k and q stay as they are.
         cache_seqlens: the lengths before k and v are appended, an int or int32 [batch]; default the whole cache.
-        cache_batch_idx: [batch], the sequence of a cache without block table that each sequence uses; default its own.
-        cache_leftpad: int32 [batch], tokens to skip at the start of each sequence of a cache without block table.
+        cache_batch_idx: [batch], the sequence of the cache that each sequence uses, or the row of the block table;
+            default its own.
+        cache_leftpad: int32 [batch], tokens to skip at the start of each sequence of the cache.
         block_table, page_table: int32 or int64 [batch, max_num_blocks_per_seq]; one of the two.
         rotary_interleaved: rotate elements 2i and 2i + 1, and not i of the two halves.
         cu_seqlens_q: int32 [batch + 1], for a ragged q.
@@ -291,9 +292,9 @@ def flash_attn_with_kvcache(
     check_out(function, out, q, v_cache)
     num_seqs = q.shape[0] if cu_seqlens_q is None else num_seqs_of(function, "cu_seqlens_q", cu_seqlens_q)
     if block_table is not None:
-        if cache_batch_idx is not None or cache_leftpad is not None:
-            expect_defaults(function, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
         names = OF_CACHES if page_table is None else OF_PAGE_TABLES
+        if cache_batch_idx is not None:
+            block_table = _rows_of_table(function, names["block_tables"], block_table, cache_batch_idx, num_seqs)
         if block_table.dim() != 2 or block_table.shape[0] != num_seqs:
             expected, got_shape = f"expected shape [{num_seqs}, *]", list(block_table.shape)
             raise ValueError(f"{function.__name__}: {names['block_tables']}: {expected}, got {got_shape}")
@@ -351,6 +352,19 @@ def _sequences_as_pages(batch: int, length: int, device: torch.device) -> tuple[
     return tables, torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
+def _rows_of_table(
+    function: Callable[..., Any], name: str, block_table: Tensor, cache_batch_idx: Tensor, num_seqs: int
+) -> Tensor:
+    """The row of the block table that each sequence uses."""
+    check_ranks(function, **{name: (block_table, 2)})
+    check_indices(function, "cache_batch_idx", cache_batch_idx, num_seqs)
+    last = len(block_table) - 1
+    if values_are_checked(cache_batch_idx) and not all(0 <= row <= last for row in cache_batch_idx.tolist()):
+        expected = f"expected rows of {name}, 0 to {last}"
+        raise ValueError(f"{function.__name__}: cache_batch_idx: {expected}, got {cache_batch_idx.tolist()}")
+    return block_table.index_select(0, cache_batch_idx)
+
+
 def _starts(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
     """The query_start_loc of the ops. Without cu_seqlens_q the queries are [batch, seqlen, ...]."""
     if cu_seqlens_q is not None:
@@ -377,27 +391,32 @@ def _attend_behind_padding(
     extras: Extras,
     new: NewTokens | None,
 ) -> tuple[Tensor, Tensor]:
-    """`attend_pages` without the first cache_leftpad [batch] tokens of each sequence of a cache, whose sequences are a
-    page each."""
-    k_cache, v_cache, cache_batch_idx, cache_seqlens = keys
-    num_sequences, num_slots = k_cache.shape[:2]
+    """`attend_pages` without the first cache_leftpad [batch] tokens of each sequence of a cache."""
+    k_cache, v_cache, block_table, cache_seqlens = keys
+    num_blocks, page_size = k_cache.shape[:2]
+    num_seqs, pages = block_table.shape
+    num_slots = pages * page_size
     check_indices(function, "cache_leftpad", cache_leftpad, cache_seqlens.shape[0])
     seq_lens = cache_seqlens
     if new is not None:
         seq_lens = seq_lens + (1 if new.starts is None else new.starts.diff())
     # Tokens are pages. A copy, as of sequences that do not lie side by side, is copied back.
     caches = k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
-    first = cache_batch_idx[:, 0] * num_slots
-    end = first + num_slots
+    in_pages = pages != 1  # a single page is consecutive tokens
+    first = torch.arange(num_seqs, device=query.device) if in_pages else block_table[:, 0]
+    first, num_tokens = first * num_slots, (num_seqs if in_pages else num_blocks) * num_slots
     tables = ops.consecutive_block_tables(
-        first, end, seq_lens, num_slots, num_sequences * num_slots, left_padding=cache_leftpad
+        first, first + num_slots, seq_lens, num_slots, num_tokens, left_padding=cache_leftpad
     )
+    if in_pages:
+        places = tables.long().clamp(0, num_tokens - 1)  # behind the tokens of a sequence stands anything
+        tables = block_table.flatten().long()[places // page_size] * page_size + places % page_size
     keys = (*caches, tables, cache_seqlens - cache_leftpad)
     if "rotary_cos" in options:  # positions count the padding
         options = {"rotary_lens": cache_seqlens, **options}
     result = attend_pages(function, query, keys, starts, options, extras, new)
     for cache, tokens in zip((k_cache, v_cache), caches, strict=True):
-        if new is not None and cache.stride(0) != num_slots * cache.stride(1):
+        if new is not None and cache.stride(0) != page_size * cache.stride(1):
             cache.copy_(tokens.view_as(cache))
     return result
 

@@ -57,7 +57,7 @@ from .norm import (
     rmsnorm,
     rmsnorm_quant,
 )
-from .page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from .page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
 from .prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
@@ -107,6 +107,7 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
     "apply_llama31_rope",
     "apply_llama31_rope_inplace",
     "apply_llama31_rope_pos_ids",

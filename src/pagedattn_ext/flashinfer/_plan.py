@@ -128,7 +128,7 @@ def results_of(
     lse_base: str = "log2",
     lse_layout: str = "NH",
 ) -> Any:
-    """What `run` returns, of the results of the op."""
+    """What `run` returns, of the results of the op. Memory for the lse is written whether or not it is returned."""
     if lse_base not in LSE_BASES:
         raise refusal(function, "lse_base", "'log2' or 'ln'", repr(lse_base))
     if lse_layout not in LSE_LAYOUTS:
@@ -140,7 +140,8 @@ def results_of(
     if v_scale is not None:
         attended = attended.mul_(one_factor(function, "v_scale", v_scale))
     attended = attended if out is None else out.copy_(attended)
-    if not return_lse:
+    if not return_lse and lse is None:
         return attended
     result = natural_lse if lse_base == "ln" else natural_lse.mul_(_log2_of_e(natural_lse.device))
-    return attended, result if lse is None else lse.copy_(result)
+    result = result if lse is None else lse.copy_(result)
+    return (attended, result) if return_lse else attended

@@ -67,7 +67,8 @@ class BatchMLAPagedAttentionWrapper:
 
         Args:
             qo_indptr: int32 [batch + 1], where the rows of each sequence begin.
-            kv_indptr: int32 [batch + 1], where the pages of each sequence begin in `kv_indices`.
+            kv_indptr: int32 [batch + 1], where the pages of each sequence begin in `kv_indices`. More elements have no
+                meaning.
             kv_indices: int32 or int64, kv_indptr[-1] pages or more.
             kv_len_arr: int32 [batch], tokens of each sequence, the rows' own included.
             causal: whether a row sees no token after its own.
@@ -82,6 +83,10 @@ class BatchMLAPagedAttentionWrapper:
         if page_size < 1:
             raise refusal(function, "page_size", "1 or more", page_size)
         check_indices(function, "kv_indices", kv_indices)
+        for name, tensor in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_len_arr", kv_len_arr)):
+            check_indices(function, name, tensor)
+        if qo_indptr.shape[0] == kv_len_arr.shape[0] + 1:
+            kv_indptr = kv_indptr[: qo_indptr.shape[0]]
         check_starts(function, "kv_indptr", kv_indptr, largest=kv_indices.shape[0])
         batch = kv_indptr.shape[0] - 1
         check_starts(function, "qo_indptr", qo_indptr, batch)

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import ops
 from .._adapters import call_as
 from .._index_checks import check_indices, check_result
+from ..ops._call import check_rank, check_tensors
 
 PagedCache = Tensor | tuple[Tensor, Tensor]
 
@@ -58,6 +59,47 @@ def append_paged_kv_cache(
         last_block_lens=kv_last_page_len.to(kv_indptr.dtype),
     )
     write_slots(function, NAMES, append_key, append_value, key_cache, value_cache, slots)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor,
+    kpe_cache: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
+    """`append_paged_kv_cache` of latents and rotary parts.
+
+    Args:
+        append_ckv: [num_tokens, head_dim_ckv]; append_kpe: [num_tokens, head_dim_kpe].
+        ckv_cache: [num_pages, page_size, head_dim_ckv]; kpe_cache: [num_pages, page_size, head_dim_kpe]. Both may be
+            slices of one tensor.
+    """
+    function = append_paged_mla_kv_cache
+    pairs = (("append_ckv", append_ckv, "ckv_cache", ckv_cache), ("append_kpe", append_kpe, "kpe_cache", kpe_cache))
+    for rows_name, rows, cache_name, cache in pairs:
+        check_tensors(function.__qualname__, **{rows_name: rows, cache_name: cache})
+        check_rank(function.__qualname__, rows_name, rows, 2)
+        expected = [*ckv_cache.shape[:2], rows.shape[1]]
+        if cache.dim() != 3 or [*cache.shape] != expected or cache.dtype != rows.dtype:
+            raise ValueError(
+                f"{function.__qualname__}: {cache_name}: expected shape {expected} of {rows.dtype}, got "
+                f"{list(cache.shape)} of {cache.dtype}"
+            )
+    names = NAMES | {"kv_cache": "ckv_cache", "kv_c": "append_ckv", "k_pe": "append_ckv"}
+    slots = call_as(
+        function, names, ops.compute_slot_mapping, positions, kv_indices, ckv_cache.shape[1], ckv_cache.shape[0],
+        batch_indices=batch_indices, block_start_loc=kv_indptr, last_block_lens=kv_last_page_len.to(kv_indptr.dtype),
+    )  # fmt: skip
+    if len(slots) != len(append_ckv) or len(slots) != len(append_kpe):
+        got = f"{len(append_ckv)} and {len(append_kpe)}"
+        raise ValueError(f"{function.__qualname__}: append_ckv: expected {len(slots)} rows, as positions, got {got}")
+    for _, rows, _, cache in pairs:  # the op writes two parts side by side: here a row's first number, and the others
+        call_as(function, names, ops.concat_and_cache_mla, rows[:, :1], rows[:, 1:], cache, slots)
 
 
 def write_slots(

@@ -35,34 +35,38 @@ def layer_norm_fn(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Any:
-    """(s - mean(s)) / sqrt(var(s) + eps) * weight + bias of the sum s = x * rowscale + residual, over the last
-    dimension. With is_rms_norm `rms_norm_fn`.
+    """(s - mean(s)) / sqrt(var(s) + eps) * weight + bias of the sum s = x * rowscale + x1 + residual, over the last
+    dimension. With is_rms_norm `rms_norm_fn`. With weight1 (that, the same with weight1 and bias1).
 
     Args:
-        x, residual: [..., hidden_size].
-        weight, bias: [hidden_size].
-        rowscale: [...].
-        prenorm: return (the norm, the sum).
+        x, x1, residual: [..., hidden_size].
+        weight, bias, weight1, bias1: [hidden_size].
+        rowscale: [...]; not together with x1.
+        prenorm: return the sum behind the norm or norms.
         residual_in_fp32: the dtype of the sum is fp32, if there is no residual whose dtype it has.
-        zero_centered_weight: the weight is that of the formula - 1.
+        zero_centered_weight: the weights are those of the formula - 1.
         out_dtype: the dtype of the norm; default that of x.
+        return_dropout_mask: return two masks behind all, which are None without dropout.
         out, residual_out: where the norm and the sum go; allocated by default.
 
-    Refused, with a ValueError that names the argument: x1, weight1, bias1, dropout_p, return_dropout_mask.
+    Refused, with a ValueError that names the argument: dropout_p.
     """
     function = rms_norm_fn if is_rms_norm else layer_norm_fn
-    expect_defaults(
-        function, x1=x1, weight1=weight1, bias1=bias1, dropout_p=dropout_p, return_dropout_mask=return_dropout_mask
-    )
+    expect_defaults(function, dropout_p=dropout_p)
+    if x1 is not None:
+        expect_defaults(function, rowscale=rowscale)
+    if weight1 is None:
+        expect_defaults(function, bias1=bias1)
     check_tensors(function.__name__, x=x, weight=weight)
-    refuse_gradients(function, x=x, weight=weight, bias=bias, residual=residual)
-    _check_shapes(function, x.shape, residual=residual, out=out, residual_out=residual_out)
-    _check_shapes(function, x.shape[-1:], weight=weight, bias=bias)
+    refuse_gradients(function, x=x, weight=weight, bias=bias, residual=residual, x1=x1, weight1=weight1, bias1=bias1)
+    _check_shapes(function, x.shape, residual=residual, x1=x1, out=out, residual_out=residual_out)
+    _check_shapes(function, x.shape[-1:], weight=weight, bias=bias, weight1=weight1, bias1=bias1)
     _check_shapes(function, x.shape[:-1], rowscale=rowscale)
     sum_dtype = x.dtype if residual is None else residual.dtype
     if residual is None and residual_in_fp32:
         sum_dtype = torch.float32
-    plain = is_rms_norm and bias is None and rowscale is None and not zero_centered_weight
+    plain = is_rms_norm and not zero_centered_weight and all(each is None for each in (bias, rowscale, x1, weight1))
+    normed1 = None
     if plain and x.dtype == weight.dtype == sum_dtype and out_dtype in (None, x.dtype):
         if residual is None:
             normed, total = ops.rms_norm(x, weight, eps), x
@@ -70,15 +74,22 @@ def layer_norm_fn(
             normed, total = ops.fused_add_rms_norm(x.clone(), residual.clone(), weight, eps)
     else:
         total = x.float() if rowscale is None else x.float() * rowscale[..., None]
+        total = total if x1 is None else total + x1
         total = total if residual is None else total + residual
         centered = total if is_rms_norm else total - total.mean(-1, keepdim=True)
-        normed = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
-        normed = normed * (weight.float() + 1 if zero_centered_weight else weight)
-        normed = (normed if bias is None else normed + bias).to(out_dtype or x.dtype)
+        unit = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+
+        def weighted(weight: Tensor, bias: Tensor | None) -> Tensor:
+            scaled = unit * (weight.float() + 1 if zero_centered_weight else weight)
+            return (scaled if bias is None else scaled + bias).to(out_dtype or x.dtype)
+
+        normed, normed1 = weighted(weight, bias), None if weight1 is None else weighted(weight1, bias1)
         total = total.to(sum_dtype)
     normed = normed if out is None else out.copy_(normed)
     total = total if residual_out is None else residual_out.copy_(total)
-    return (normed, total) if prenorm else normed
+    results: list[Any] = [normed, *([] if normed1 is None else [normed1]), *([total] if prenorm else [])]
+    results += [None, None] if return_dropout_mask else []
+    return tuple(results) if len(results) > 1 else normed
 
 
 def rms_norm_fn(
@@ -100,8 +111,8 @@ def rms_norm_fn(
     out: Tensor | None = None,
     residual_out: Tensor | None = None,
 ) -> Any:
-    """s / sqrt(mean(s ** 2) + eps) * weight + bias of the sum s = x * rowscale + residual (Zhang and Sennrich, 2019);
-    arguments as in `layer_norm_fn`."""
+    """s / sqrt(mean(s ** 2) + eps) * weight + bias of the sum s = x * rowscale + x1 + residual (Zhang and Sennrich,
+    2019); arguments as in `layer_norm_fn`."""
     return layer_norm_fn(
         x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
         zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,

@@ -1,0 +1,172 @@
+"""The convolution of whole sequences, and of the next tokens of each."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedattn_ext import ops
+from pagedattn_ext._adapters import call_as, refuse_gradients, starts_of_runs
+from pagedattn_ext._index_checks import check_indices, values_are_checked
+from pagedattn_ext.ops._call import check_rank, check_tensors
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+
+NAMES = {"input": "x", "conv_states": "conv_state", "state_indices": "conv_state_indices"}
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """The convolution of whole sequences: out, with return_final_states (out, final_states).
+
+    Args:
+        x: [batch, dim, seq_len], fastest with adjacent channels.
+        weight: [dim, width].
+        bias: [dim].
+        seq_idx: int32 [batch, seq_len], a number for the rows of each sequence in x, which lie side by side; -1 is
+            padding, whose result is zeros. Not together with initial_states or return_final_states.
+        initial_states: [batch, dim, width - 1], the rows before x; None is zeros.
+        final_states_out: [batch, dim, width - 1], memory for the final states.
+        activation: None, "silu" or "swish".
+    """
+    refuse_gradients(causal_conv1d_fn, x=x, weight=weight, bias=bias, initial_states=initial_states)
+    check_rank(causal_conv1d_fn.__qualname__, "x", x, 3)
+    check_rank(causal_conv1d_fn.__qualname__, "weight", weight, 2)
+    num_seqs, dim, _ = x.shape
+    starts = None
+    if seq_idx is not None:
+        if initial_states is not None or return_final_states:
+            given = "return_final_states" if initial_states is None else "initial_states"
+            raise ValueError(f"causal_conv1d_fn: seq_idx: expected None with {given}, got a tensor")
+        starts = starts_of_runs(causal_conv1d_fn, "seq_idx", seq_idx, (x.shape[0], x.shape[2]))
+        num_seqs = len(starts) - 1
+    states = x.new_zeros(num_seqs, max(weight.shape[1] - 1, 0), dim).transpose(1, 2)
+    if initial_states is not None:
+        _check_shape(causal_conv1d_fn, "initial_states", initial_states, states)
+        states.copy_(initial_states)
+    out = _convolve(causal_conv1d_fn, x, states, weight, bias, activation, starts=starts)
+    if seq_idx is not None:
+        out.masked_fill_((seq_idx < 0).unsqueeze(1), 0)
+    if final_states_out is not None:
+        _check_shape(causal_conv1d_fn, "final_states_out", final_states_out, states)
+        states = final_states_out.copy_(states)
+    return (out, states) if return_final_states else out
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """The convolution of the next tokens of each sequence, whose state is updated in place.
+
+    Args:
+        x: [batch, dim] or [batch, dim, seq_len].
+        conv_state: [batch, dim, state_len], or [num_slots, dim, state_len] with conv_state_indices; state_len is
+            width - 1 or more. x's dtype.
+        weight: [dim, width].
+        bias: [dim].
+        activation: None, "silu" or "swish".
+        cache_seqlens: int32 [batch], how many tokens each sequence had before: states are ring buffers then, in which
+            the token at position p has column p % state_len. None: the latest tokens are last.
+        conv_state_indices: int32 [batch], the slot of each sequence; -1 is padding, whose result is zeros.
+    """
+    refuse_gradients(causal_conv1d_update, x=x, conv_state=conv_state, weight=weight, bias=bias)
+    check_tensors("causal_conv1d_update", x=x)
+    rows = x.unsqueeze(-1) if x.dim() == 2 else x
+    check_rank(causal_conv1d_update.__qualname__, "x", rows, 3)
+    if cache_seqlens is None:
+        out = _convolve(causal_conv1d_update, rows, conv_state, weight, bias, activation, conv_state_indices)
+    else:
+        out = _update_rings(rows, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
+    return out.squeeze(-1) if x.dim() == 2 else out
+
+
+def _update_rings(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cache_seqlens: Tensor,
+    slots: Tensor | None,
+) -> Tensor:
+    """The convolution on copies of the rings, the oldest token first. Then the rings get what is new."""
+    function = causal_conv1d_update
+    check_tensors(function.__qualname__, conv_state=conv_state)
+    check_rank(function.__qualname__, "conv_state", conv_state, 3)
+    batch_size, _, seq_len = x.shape
+    num_slots, dim, state_len = conv_state.shape
+    check_indices(function, "cache_seqlens", cache_seqlens, batch_size)
+    if slots is None:
+        if num_slots != batch_size:
+            expected = f"{batch_size} states, one for each sequence of x"
+            raise ValueError(f"{function.__qualname__}: conv_state: expected {expected}, got {num_slots}")
+        rings = conv_state
+    else:
+        check_indices(function, "conv_state_indices", slots, batch_size)
+        if values_are_checked(slots) and not all(-1 <= slot < num_slots for slot in slots.tolist()):
+            expected = f"-1 (padding) to {num_slots - 1}"
+            raise ValueError(f"{function.__qualname__}: conv_state_indices: expected {expected}, got {slots.tolist()}")
+        rings = conv_state[slots.clamp(min=0)]
+    ages = torch.arange(state_len, device=x.device)
+    columns = ((cache_seqlens.long()[:, None] + ages) % max(state_len, 1))[:, None].expand(-1, dim, -1)
+    states = rings.gather(2, columns)
+    out = _convolve(function, x, states, weight, bias, activation)
+    rings = rings.scatter(2, (columns + seq_len) % max(state_len, 1), states)
+    if slots is None:
+        conv_state.copy_(rings)
+    else:
+        is_padding = slots < 0
+        conv_state[slots[~is_padding]] = rings[~is_padding]
+        out.masked_fill_(is_padding[:, None, None], 0)
+    return out
+
+
+def _convolve(
+    function: Callable[..., Any],
+    x: Tensor,
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    slots: Tensor | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """x: [batch, dim, seq_len]; so is the result, with adjacent channels. starts: where sequences begin among the rows
+    of the batch, and the last ends; None: one for each of the batch."""
+    check_tensors(function.__qualname__, weight=weight)
+    batch_size, dim, seq_len = x.shape
+    if weight.dtype != x.dtype or (bias is not None and bias.dtype != weight.dtype):
+        weight, bias = weight.float(), None if bias is None else bias.float()
+    rows = x.transpose(1, 2).reshape(batch_size * seq_len, dim)
+    if dim > 1 and rows.stride(1) != 1:
+        rows = rows.contiguous()
+    if starts is None and seq_len != 1:
+        starts = torch.arange(batch_size + 1, device=x.device) * seq_len
+    out: Tensor = call_as(
+        function, NAMES, ops.causal_conv1d, rows, states, weight.contiguous(), bias, activation,
+        query_start_loc=starts, state_indices=slots,
+    )  # fmt: skip
+    return out.view(batch_size, seq_len, dim).transpose(1, 2)
+
+
+def _check_shape(function: Callable[..., Any], name: str, tensor: Tensor, expected: Tensor) -> None:
+    check_tensors(function.__qualname__, **{name: tensor})
+    if tensor.shape != expected.shape:
+        raise ValueError(
+            f"{function.__qualname__}: {name}: expected shape {list(expected.shape)}, got {list(tensor.shape)}"
+        )

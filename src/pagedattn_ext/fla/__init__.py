@@ -1,0 +1,14 @@
+"""flash-linear-attention's gated delta rule on the op `gated_delta_rule`, on a CPU as on CUDA, without gradients.
+
+    from pagedattn_ext.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+Names, order, defaults and results are those of flash-linear-attention 0.4. The arguments that 0.5 has added are taken
+as keywords. Both functions compute the same, token by token. Tensors of several dtypes are computed with in fp32.
+`pagedattn_ext.ops.gated_delta_rule` takes states in slots.
+
+The submodules import by absolute names, so that they load under the name `fla` as well.
+"""
+
+from pagedattn_ext.fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+__all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]

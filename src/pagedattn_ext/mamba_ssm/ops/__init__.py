@@ -1,0 +1,1 @@
+"""What mamba-ssm has as ops: `selective_scan_interface`, and `triton`."""

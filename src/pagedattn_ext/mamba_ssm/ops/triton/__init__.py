@@ -1,0 +1,1 @@
+"""What mamba-ssm writes in Triton: `selective_state_update` and `ssd_combined`."""

@@ -1,0 +1,70 @@
+"""A token of each sequence."""
+
+from torch import Tensor
+
+from pagedattn_ext._adapters import packed_rows, refuse_gradients
+from pagedattn_ext.mamba_ssm._scan import scan
+from pagedattn_ext.ops._call import check_rank, check_tensors
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+) -> Tensor:
+    """One token of each sequence, whose state is updated in place: out, like x.
+
+    Of Mamba 1, num_heads and num_groups are left out of all shapes. Numbers of heads that are expanded, as A, D, dt and
+    dt_bias of Mamba 2, are computed with once a head.
+
+    Args:
+        state: [batch, num_heads, head_dim, state_size], or [num_slots, ...] with state_batch_indices. In another dtype
+            than fp32 it is rounded at each token.
+        x, dt, z: [batch, num_heads, head_dim].
+        A: [num_heads, head_dim, state_size].
+        B, C: [batch, num_groups, state_size].
+        D, dt_bias: [num_heads, head_dim].
+        state_batch_indices: int32 [batch], the slot of each sequence; -1 is padding, whose result is zeros.
+    """
+    function = selective_state_update
+    check_tensors(function.__qualname__, state=state, x=x, dt=dt, A=A, B=B, C=C)
+    refuse_gradients(function, state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    if x.dim() == 2:  # of Mamba 1
+        state, x, dt, B, C = (tensor.unsqueeze(1) for tensor in (state, x, dt, B, C))
+        z, D, dt_bias = (
+            None if tensor is None else tensor.unsqueeze(dim) for tensor, dim in ((z, 1), (D, 0), (dt_bias, 0))
+        )
+        out = selective_state_update(
+            state, x, dt, A.unsqueeze(0), B, C, D, z, dt_bias, dt_softplus, state_batch_indices
+        )
+        return out.squeeze(1)
+    for name, tensor, rank in (("state", state, 4), ("x", x, 3), ("dt", dt, 3), ("A", A, 3), ("B", B, 3), ("C", C, 3)):
+        check_rank(function.__qualname__, name, tensor, rank)
+    of_channels = {name: tensor for name, tensor in (("D", D), ("dt_bias", dt_bias)) if tensor is not None}
+    for name, tensor in of_channels.items():
+        check_rank(function.__qualname__, name, tensor, 2)
+    states = packed_rows(state.float())
+    if x.shape[2] != 1 and (A.stride()[1:] != (0, 0) or any(t.stride(-1) != 0 for t in (dt, *of_channels.values()))):
+        # Each channel is a head of its own.
+        x_rows, z_rows = x.flatten(1).unsqueeze(2), None if z is None else z.flatten(1).unsqueeze(2)
+        view, A = states.flatten(1, 2).unsqueeze(2), A.flatten(0, 1)
+        dt, D, dt_bias = dt.flatten(1), *(None if t is None else t.flatten() for t in (D, dt_bias))
+    else:
+        x_rows, z_rows, view = x, z, states
+        A = A[:, 0, 0] if A.stride(2) == 0 else A[:, 0]
+        dt, D, dt_bias = dt[:, :, 0], *(None if t is None else t[:, 0] for t in (D, dt_bias))
+    out = scan(
+        function, x_rows, dt, A, B, C, view, D, z_rows, dt_bias,
+        dt_softplus=dt_softplus, state_indices=state_batch_indices,
+    )  # fmt: skip
+    if states.data_ptr() != state.data_ptr():
+        state.copy_(states)
+    return out.view(x.shape)

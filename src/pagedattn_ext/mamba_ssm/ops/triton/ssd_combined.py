@@ -1,0 +1,101 @@
+"""The scan of Mamba 2 over whole sequences."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pagedattn_ext._adapters import (
+    expect_defaults,
+    refuse_gradients,
+    sequences_of_batch,
+    starts_of_runs,
+    states_before,
+    to_fp32,
+)
+from pagedattn_ext.mamba_ssm._scan import scan
+from pagedattn_ext.ops._call import check_rank, check_tensors
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> Any:
+    """The scan of Mamba 2 over whole sequences: out, with return_final_states or return_varlen_states (out, states).
+
+    Args:
+        x, z: [batch, seq_len, num_heads, head_dim].
+        dt: [batch, seq_len, num_heads].
+        A, dt_bias: [num_heads].
+        D: [num_heads] or [num_heads, head_dim].
+        B, C: [batch, seq_len, num_groups, state_size].
+        chunk_size: has no effect.
+        initial_states: [num_seqs, num_heads, head_dim, state_size], which stay as they are; None is zeros.
+        seq_idx: int32 [batch, seq_len], a number for the rows of each sequence in x, which lie side by side. Initial
+            states are those of the first sequence in each of the batch, and final states those of the last. It has no
+            effect beside cu_seqlens.
+        cu_seqlens: int32 or int64 [num_seqs + 1], with a batch of 1: where sequences begin in it, and the last ends.
+        dt_limit: the least and the greatest step.
+        return_final_states: without cu_seqlens, and return_varlen_states with cu_seqlens: whether to return the states,
+            fp32 [num_seqs, num_heads, head_dim, state_size].
+        state_dtype: has no effect: states are fp32.
+    """
+    function = mamba_chunk_scan_combined
+    check_tensors(function.__qualname__, x=x, dt=dt, A=A, B=B, C=C)
+    refuse_gradients(function, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states)
+    for name, tensor, rank in (("x", x, 4), ("dt", dt, 3), ("B", B, 4), ("C", C, 4)):
+        check_rank(function.__qualname__, name, tensor, rank)
+    if cu_seqlens is None:
+        expect_defaults(function, return_varlen_states=return_varlen_states)
+    else:
+        expect_defaults(function, return_final_states=return_final_states)
+    starts = sequences_of_batch(function, x, cu_seqlens)
+    states = states_before(function, "initial_states", initial_states, (len(starts) - 1, *x.shape[2:], B.shape[3]), x)
+    last = None
+    if seq_idx is not None and cu_seqlens is None and x.shape[1] > 0:
+        of_batch, starts = states, starts_of_runs(function, "seq_idx", seq_idx, (x.shape[0], x.shape[1]))
+        first = (starts[:-1] % x.shape[1] == 0).nonzero().squeeze(1)  # of each of the batch
+        last = torch.cat([first[1:], first.new_tensor([len(starts) - 1])]) - 1
+        states = x.new_zeros(len(starts) - 1, *of_batch.shape[1:], dtype=torch.float32)
+        states[first] = of_batch
+    least, greatest = dt_limit
+    x_rows, dt_rows, b_rows, c_rows = (tensor.flatten(0, 1) for tensor in (x, dt, B, C))
+    z_rows = None if z is None else z.flatten(0, 1)
+    options: dict[str, Any] = dict(
+        dt_softplus=dt_softplus, dt_min=least, dt_max=None if greatest == math.inf else greatest, query_start_loc=starts
+    )
+    if D is None or D.dim() != 2:
+        out = scan(function, x_rows, dt_rows, A, b_rows, c_rows, states, D, z_rows, dt_bias, **options)
+    else:
+        _check_shape("D", D, x.shape[2:])
+        rows, D = to_fp32(function, "x", x_rows), to_fp32(function, "D", D)
+        out = scan(function, rows, dt_rows, A, b_rows, c_rows, states, None, None, dt_bias, **options) + rows * D
+        if z_rows is not None:
+            _check_shape("z", z_rows, x_rows.shape)
+            out = out * nn.functional.silu(to_fp32(function, "z", z_rows))
+        out = out.to(x.dtype)
+    out = out.view(x.shape)
+    states = states if last is None else states[last]
+    return (out, states) if return_final_states or return_varlen_states else out
+
+
+def _check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        expected, got = list(shape), list(tensor.shape)
+        raise ValueError(f"{mamba_chunk_scan_combined.__qualname__}: {name}: expected shape {expected}, got {got}")

@@ -1,0 +1,126 @@
+"""vLLM's functions that read a cache of latents, on the ops of this package. `vllm_ops` has them, too, beside
+`concat_and_cache_mla`, which writes the cache.
+
+A cache is [num_blocks, block_size, entry_size], the latent of a token and its rotary part one after the other.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import ops
+from ._adapters import call_as, refuse_bools, scale_tensor
+from ._index_checks import check_indices
+from .ops._call import check_rank, check_tensors
+
+__all__ = ["cp_gather_cache", "gather_and_maybe_dequant_cache", "mla_decode_kvcache_cpu"]
+
+FP8 = dict.fromkeys(("fp8", "fp8_e4m3"), torch.float8_e4m3fn) | {"fp8_e5m2": torch.float8_e5m2}
+
+
+def mla_decode_kvcache_cpu(
+    out: Tensor, query: Tensor, kv_cache: Tensor, scale: float, block_tables: Tensor, seq_lens: Tensor
+) -> None:
+    """`ops.mla_attention` of one row a sequence.
+
+    Args:
+        out: [num_seqs, num_heads, latent_size]; written.
+        query: [num_seqs, num_heads, entry_size].
+    """
+    function = mla_decode_kvcache_cpu
+    check_tensors(function.__qualname__, out=out, query=query, kv_cache=kv_cache)
+    refuse_bools(function, scale=scale)
+    for name, tensor in (("out", out), ("query", query), ("kv_cache", kv_cache)):
+        check_rank(function.__qualname__, name, tensor, 3)
+    latent_size = out.shape[2]
+    if out.shape[:2] != query.shape[:2] or not 1 <= latent_size <= query.shape[2] or out.dtype != query.dtype:
+        expected = f"{[*query.shape[:2], f'up to {query.shape[2]}']} of {query.dtype}, as query"
+        raise ValueError(f"{function.__qualname__}: out: expected {expected}, got {list(out.shape)} of {out.dtype}")
+    names = {"q_nope": "query", "q_pe": "query", "kv_c_cache": "kv_cache", "k_pe_cache": "kv_cache"}
+    result, _ = call_as(
+        function, names, ops.mla_attention,
+        query[..., :latent_size], query[..., latent_size:], kv_cache[..., :latent_size], kv_cache[..., latent_size:],
+        block_tables, seq_lens, scale=scale,
+    )  # fmt: skip
+    out.copy_(result)
+
+
+def cp_gather_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    batch_size: int,
+    seq_starts: Tensor | None = None,
+) -> None:
+    """Cached tokens of each sequence, one after the other, into dst.
+
+    Args:
+        src_cache: [num_blocks, block_size, entry_size].
+        dst: [at least cu_seq_lens[-1], entry_size], of the cache's dtype; written.
+        block_table: int32 or int64 [batch_size, max_num_blocks_per_seq].
+        cu_seq_lens: int32 or int64 [batch_size + 1], where each sequence begins in dst, and the last ends.
+        seq_starts: int32 or int64 [batch_size], the position of each sequence's first token; None is 0.
+    """
+    places, rows = _gathered(cp_gather_cache, src_cache, dst, block_table, cu_seq_lens, seq_starts, batch_size)
+    dst[places] = rows.to(dst.dtype)
+
+
+def gather_and_maybe_dequant_cache(
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    token_to_seq: Tensor,
+    num_tokens: int,
+    kv_cache_dtype: str,
+    scale: Tensor | float | None,
+    seq_starts: Tensor | None = None,
+) -> None:
+    """`cp_gather_cache` of a cache that may be fp8, whose numbers times scale are the tokens. token_to_seq and
+    num_tokens have no effect."""
+    function = gather_and_maybe_dequant_cache
+    if kv_cache_dtype != "auto" and kv_cache_dtype not in FP8:
+        expected = f"one of auto, {', '.join(FP8)}"
+        raise ValueError(f"{function.__qualname__}: kv_cache_dtype: expected {expected}, got {kv_cache_dtype!r}")
+    factor = scale_tensor(function, "scale", scale)
+    if kv_cache_dtype != "auto" and src_cache.dtype == torch.uint8:
+        src_cache = src_cache.view(FP8[kv_cache_dtype])
+    places, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, len(cu_seq_lens) - 1)
+    if rows.dtype.itemsize == 1:
+        rows = rows.float() if factor is None else rows.float() * factor
+    dst[places] = rows.to(dst.dtype)
+
+
+def _gathered(
+    function: Callable[..., Any],
+    src_cache: Tensor,
+    dst: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    seq_starts: Tensor | None,
+    num_seqs: int,
+) -> tuple[Tensor, Tensor]:
+    """The rows of dst that are to be written, and what they get, in the cache's dtype."""
+    name = function.__qualname__
+    check_tensors(name, src_cache=src_cache, dst=dst, block_table=block_table, cu_seq_lens=cu_seq_lens)
+    check_rank(name, "src_cache", src_cache, 3)
+    check_indices(function, "cu_seq_lens", cu_seq_lens, num_seqs + 1)
+    num_blocks, block_size, entry_size = src_cache.shape
+    if dst.dim() != 2 or dst.shape[1] != entry_size:
+        expected = f"shape [num_tokens, {entry_size}], as src_cache"
+        raise ValueError(f"{name}: dst: expected {expected}, got {list(dst.shape)}")
+    first = torch.zeros_like(cu_seq_lens[1:]) if seq_starts is None else seq_starts
+    names = {"start_loc": "cu_seq_lens", "first_positions": "seq_starts", "block_tables": "block_table"}
+    names["positions"] = "cu_seq_lens" if seq_starts is None else "seq_starts"
+    sequences, positions = call_as(function, names, ops.batch_positions, cu_seq_lens, first, len(dst))
+    slots = call_as(
+        function, names, ops.compute_slot_mapping, positions, block_table, block_size, num_blocks,
+        batch_indices=sequences,
+    )  # fmt: skip
+    places = (slots >= 0).nonzero().squeeze(1)  # behind them is padding
+    slots = slots[places]
+    memory = src_cache.view(torch.uint8) if src_cache.dtype.itemsize == 1 else src_cache
+    return places, memory[slots // block_size, slots % block_size].view(src_cache.dtype)
