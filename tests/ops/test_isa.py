@@ -20,6 +20,9 @@ LEVELS = ["default", "neon", "neon_bf16"] if platform.machine() in {"aarch64", "
 EXPECTED = f"expected {', '.join(LEVELS[:-1])} or {LEVELS[-1]}"
 OUTSIDE = "outside"  # of the namespaces cpu_*
 
+# The namespace in a name that objdump cannot demangle, as those of some lambdas, and its length.
+NAMESPACE_OF_MANGLED = re.compile(r"9pagedattn(\d+)(cpu_\w+)")
+
 # In AT&T syntax. A mnemonic with a v is VEX or EVEX coded, and faults on a machine without AVX whatever its registers.
 VEX = re.compile(r"^v")
 EVEX = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])")
@@ -51,6 +54,8 @@ def code() -> dict[str, list[tuple[str, str]]]:
         if label := re.match(r"[0-9a-f]+ <(.*)>:$", line):
             function = label[1]
             levels = set(re.findall(r"\bpagedattn::cpu_(\w+)::", function))
+            if mangled := NAMESPACE_OF_MANGLED.search(function):
+                levels.add(mangled[2][: int(mangled[1])].removeprefix("cpu_"))
             assert len(levels) <= 1, f"one function for several capabilities: {function}"
             level = levels.pop() if levels else OUTSIDE
         elif instruction := re.match(r"\s+[0-9a-f]+:\t(.*)", line):
