@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from pathlib import Path
+from random import Random
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
@@ -181,7 +182,8 @@ def time_interleaved(
     in_cache: bool = False,
 ) -> dict[str, list[float]]:
     """Seconds of a call of each function in each round. The functions take turns, so that noise falls on all alike.
-    use_graphs is for CUDA, see cuda_timing; in_cache for CPU.
+    The order changes from round to round: a probe leaves its own lines in the caches, and for some twenty calls the
+    function that comes next takes up to twice as long. use_graphs is for CUDA, see cuda_timing; in_cache for CPU.
 
     Every call takes the input that was used longest ago, and its result is kept until that input comes again: neither
     what it reads nor what it allocates is in a cache, if the inputs are enough for that. in_cache is the opposite, with
@@ -211,9 +213,12 @@ def time_interleaved(
         timed(function, 1)
         num_calls[name] = min(100, ceil(BATCH_SECONDS / timed(function, 1)))
     seconds: dict[str, list[float]] = {name: [] for name in functions}
+    order = list(functions)
+    shuffler = Random(0)
     for _ in range(num_rounds):
-        for name, function in functions.items():
-            seconds[name].append(timed(function, num_calls[name]))
+        shuffler.shuffle(order)
+        for name in order:
+            seconds[name].append(timed(functions[name], num_calls[name]))
     return seconds
 
 

@@ -10,9 +10,9 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// Whether rows of T are fetched before they are read. With AVX512 this gains more than it costs, in 16 bits only
-// without bfloat16. Elsewhere it costs a quarter of the time where the rows are in the caches, and the op before has
-// left them there if they fit (docs/cpu-kernels-lab-book.md).
+// Whether rows of T are fetched before they are read. With AVX512, fetching gains more than it costs; where there is
+// AVX512-BF16, this holds for fp32 alone. Elsewhere fetching costs a quarter of the time if the rows are in the caches,
+// and the op before has left them there if they fit (docs/cpu-kernels-lab-book.md).
 template <typename T>
 bool fetches_rows([[maybe_unused]] const RmsNormParams& p) {
 #if defined(__AVX512F__) && !defined(__AVX512BF16__)
