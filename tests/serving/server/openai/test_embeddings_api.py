@@ -80,6 +80,7 @@ def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
         (EMBEDDINGS, {"input": "a", "dimensions": 49}, "dimensions", r"expected an int in \[1, 48\], got 49"),
         (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format: expected 'float'"),
         (EMBEDDINGS, {"input": "a", "priority": 1}, "priority", "priority: expected 0, as the scheduling policy"),
+        (EMBEDDINGS, {"input": "a" * 10_000, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "expected -1, or 1 and more, got 0"),
         (EMBEDDINGS, {"input": "a", "model": "another"}, "model", "model: expected tiny, got another"),
         (EMBEDDINGS, {"input": "a", "stream": True}, "stream", "stream: expected none, as it is not supported"),
         (RERANK, {"query": "a", "documents": []}, "documents", "documents: expected 1 to 2,048 inputs, got 0"),
@@ -135,10 +136,11 @@ def test_scores(embedder: Any, llm: LLM) -> None:
 
 @pytest.mark.parametrize("most", [3, -1])
 def test_the_first_tokens_of_a_text(embedder: Any, llm: LLM, most: int) -> None:
-    """Also of a text that could keep the tokenizer for long; the end token stays, if there is one."""
+    """Also of a text that could keep the tokenizer for long; the end token stays, if there is one, and no padding."""
     kept = 3 if most == 3 else MAX_LEN
     token_ids = [5 + i % 40 for i in range(MAX_LEN + 7)]
-    for given, left in ((token_ids, token_ids[:kept]), ([*token_ids, 0], [*token_ids[: kept - 1], 0])):
+    ended = [*token_ids[: kept - 1], 0]
+    for given, left in ((token_ids, token_ids[:kept]), ([*token_ids, 0], ended), ([*token_ids, *[0] * 9], ended)):
         answer = embedder.answer(EMBEDDINGS, input=given, truncate_prompt_tokens=most)
         assert answer["data"][0]["embedding"] == vectors(llm, [left])[0]
         assert answer["usage"]["prompt_tokens"] == kept
@@ -153,7 +155,6 @@ def test_the_first_tokens_of_a_text(embedder: Any, llm: LLM, most: int) -> None:
     ):
         assert embedder.error(path, **fields)[0] == 400
         assert embedder.answer(path, truncate_prompt_tokens=most, **fields)
-    assert embedder.error(EMBEDDINGS, input="a", truncate_prompt_tokens=0)[:2] == (400, "truncate_prompt_tokens")
 
 
 @pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
