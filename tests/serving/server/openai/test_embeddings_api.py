@@ -159,19 +159,31 @@ def test_the_first_tokens_of_a_text(embedder: Any, llm: LLM, most: int) -> None:
 
 @pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
 def test_scores_by_other_names(embedder: Any, names: tuple[str, str]) -> None:
-    """An error has the name that came."""
+    """An error has the name that came, or that goes with the name that came."""
     first, second = names
     answer = embedder.answer("/score", **{first: TEXTS[0], second: TEXTS[1:]})
     assert answer["data"] == embedder.answer(SCORE, text_1=TEXTS[0], text_2=TEXTS[1:])["data"]
-    wrong: list[tuple[Any, Any, str]] = [(TEXTS[0], 5, second), (TEXTS[0], [], second), (TEXTS[:2], TEXTS[:3], first)]
-    for of_first, of_second, param in [*wrong, ("the " * 200, "end", first)]:
-        assert embedder.error("/score", **{first: of_first, second: of_second})[:2] == (400, param)
+    no_texts = "expected a string or a list of strings, got 5"
+    wrong: list[tuple[Any, Any, str, str]] = [
+        (TEXTS[0], 5, second, no_texts),
+        (5, TEXTS[0], first, no_texts),
+        (TEXTS[0], None, second if second != "items" else "documents", "expected a value, got none"),
+        (None, TEXTS[0], first, "expected a value, got none"),
+        (TEXTS[0], [], second, "expected 1 to 2,048 inputs, got 0"),
+        (TEXTS[:2], TEXTS[:3], first, f"expected one text, or 3 as in {second}, got 2"),
+    ]
+    for of_first, of_second, param, message in wrong:
+        found = embedder.error("/score", **{first: of_first, second: of_second, "text_1": None})
+        assert found == (400, param, f"{param}: {message}")
+    assert embedder.error("/score", **{first: "the " * 200, second: "end"})[:2] == (400, first)
     assert embedder.error("/score", **{first: "end", second: "end", "text_1": "end"})[:2] == (400, first)
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
 def test_other_paths_of_rerank(embedder: Any, path: str) -> None:
     fields = {"query": TEXTS[0], "documents": TEXTS[1:]}
+    message = "documents: expected a list of strings or of objects with a text, got 5"
+    assert embedder.error(path, query=TEXTS[0], documents=5) == (400, "documents", message)
     assert embedder.answer(path, top_n=0, **fields)["results"] == embedder.answer(RERANK, **fields)["results"]
 
 
