@@ -140,8 +140,8 @@ def checked_texts(texts: list[str], body: PoolingBody, service: Service, param: 
 
 
 def shortened(token_ids: list[int], body: PoolingBody, service: Service) -> list[int]:
-    """The tokens, or the first of them, or last ones, if the request wants no more. A special token at the end stays: an
-    embedding may be that of the last token. But one alone, as more are padding."""
+    """The tokens, or the first of them, or last ones, if the request wants no more. A special token at the end stays:
+    an embedding may be that of the last token. One alone stays, as more may be padding."""
     most = body.truncate_prompt_tokens
     if most is None or len(token_ids) <= (most := service.max_model_len if most == -1 else most):
         return token_ids

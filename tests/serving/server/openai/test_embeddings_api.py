@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import MAX_LEN, TOKENIZER_SIZE, make_tokenizer
-from embedders import make_embedder, make_reranker, reference_scores
+from embedders import make_embedder, make_reranker, reference_scores, reference_scores_of_ids
 
 from pagedattn_serve import LLM, PoolingParams
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.outputs import cosine
 
 EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
 TEXTS = ["the cat", "the hat sat on the mat", "end", "the end"]
@@ -80,7 +81,7 @@ def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
         (EMBEDDINGS, {"input": "a", "dimensions": 49}, "dimensions", r"expected an int in \[1, 48\], got 49"),
         (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format: expected 'float'"),
         (EMBEDDINGS, {"input": "a", "priority": 1}, "priority", "priority: expected 0, as the scheduling policy"),
-        (EMBEDDINGS, {"input": "a" * 10_000, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "expected -1, or 1 and more, got 0"),
+        (EMBEDDINGS, {"input": "a" * 10_000, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1, or 1 and more"),
         (EMBEDDINGS, {"input": "a", "model": "another"}, "model", "model: expected tiny, got another"),
         (EMBEDDINGS, {"input": "a", "stream": True}, "stream", "stream: expected none, as it is not supported"),
         (RERANK, {"query": "a", "documents": []}, "documents", "documents: expected 1 to 2,048 inputs, got 0"),
@@ -146,15 +147,24 @@ def test_the_first_tokens_of_a_text(embedder: Any, llm: LLM, most: int) -> None:
         assert answer["usage"]["prompt_tokens"] == kept
     [answer] = embedder.answer(EMBEDDINGS, input=token_ids, truncate_prompt_tokens=most, truncation_side="left")["data"]
     assert answer["embedding"] == vectors(llm, [token_ids[-kept:]])[0]
-    text = "the cat sat on the mat " * 10_000
-    [answer] = embedder.answer(EMBEDDINGS, input=text, truncate_prompt_tokens=most)["data"]
-    assert answer["embedding"] == vectors(llm, [llm.llm_engine.tokenize(text[:1000])[:kept]])[0]
-    for path, fields in (
-        (RERANK, {"query": text, "documents": [text, "end"]}),
-        (SCORE, {"text_1": "a", "text_2": text}),
+    text = "the cat " + "sat on the mat " * 10_000 + "the end"
+    for side, tokens in (
+        ("right", llm.llm_engine.tokenize(text[:1000])[:kept]),
+        ("left", llm.llm_engine.tokenize(text[-1000:])[-kept:]),
     ):
+        options = {"truncate_prompt_tokens": most, "truncation_side": side}
+        [answer] = embedder.answer(EMBEDDINGS, input=text, **options)["data"]
+        a, end, of_text = vectors(llm, ["a", "end", tokens])
+        assert answer["embedding"] == of_text
+        ranked = embedder.answer(RERANK, query=text, documents=["end", text], **options)["results"]
+        assert [(each["index"], each["relevance_score"]) for each in ranked] == [
+            (1, cosine(of_text, of_text)),
+            (0, cosine(of_text, end)),
+        ]
+        [scored] = embedder.answer(SCORE, text_1="a", text_2=text, **options)["data"]
+        assert scored["score"] == cosine(a, of_text)
+    for path, fields in ((RERANK, {"query": text, "documents": ["end"]}), (SCORE, {"text_1": "a", "text_2": text})):
         assert embedder.error(path, **fields)[0] == 400
-        assert embedder.answer(path, truncate_prompt_tokens=most, **fields)
 
 
 @pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
@@ -202,8 +212,12 @@ def test_a_reranker(tmp_path: Path, serve: Callable[..., AbstractContextManager[
         assert client.error(EMBEDDINGS, input="a")[:2] == (400, "model")
         status, param, message = client.error(RERANK, query="a" * 90, documents=["b" * 90])
         assert (status, param) == (400, "documents") and "maximum context length" in message
-        answer = client.answer(RERANK, query="a" * 90, documents=["b" * 90], truncate_prompt_tokens=100)
-        assert answer["usage"]["prompt_tokens"] == 100
+        pair = engine.tokenize("a" * 90) + engine.tokenize("b" * 90)
+        for side, kept in (("right", pair[:100]), ("left", pair[-100:])):
+            options = {"truncate_prompt_tokens": 100, "truncation_side": side}
+            [result] = client.answer(RERANK, query="a" * 90, documents=["b" * 90], **options)["results"]
+            expected = reference_scores_of_ids(tmp_path, [kept]).sigmoid().item()
+            assert result["relevance_score"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_embeddings_of_a_model_that_generates(demo: Any, demo_engine: LLMEngine) -> None:
