@@ -142,9 +142,8 @@ class SamplingParams:
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ArgumentError(
-                "min_tokens", f"an int <= max_tokens, which is {shown(self.max_tokens)}", self.min_tokens
-            )
+            expected = f"an int <= max_tokens, which is {shown(self.max_tokens)}"
+            raise ArgumentError("min_tokens", expected, self.min_tokens)
         if self.prompt_logprobs is not None:
             check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._keep("logit_bias", _logit_bias(self.logit_bias))
