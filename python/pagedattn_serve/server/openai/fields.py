@@ -282,7 +282,7 @@ class ChatCompletionRequest(SamplingBody):
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_BUDGET)] | None = Field(
         None, description="tokens of a thought, at most"
     )
-    include_reasoning: bool | None = Field(None, description="false leaves thoughts out of the answer")
+    include_reasoning: bool | None = Field(None, description="false leaves thoughts out of messages and deltas")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
 
