@@ -107,7 +107,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def check_dtype(dtype: object) -> str:
     """The name of a dtype of a model, which may come as torch's, or "auto"; raises ArgumentError for any other."""
-    name = str(dtype).removeprefix("torch.")
+    name = shown(dtype, str).removeprefix("torch.")
     if name not in ("auto", *DTYPES):
         raise ArgumentError("dtype", f"auto, {', '.join(DTYPES)}", name or "an empty text")
     return name
@@ -116,7 +116,7 @@ def check_dtype(dtype: object) -> str:
 def check_kv_cache_dtype(name: object) -> None:
     """Raise ArgumentError unless it is the name of a dtype of the cache."""
     if name not in ("auto", *CACHE_DTYPES):
-        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", str(name) or "an empty text")
+        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", shown(name, str) or "an empty text")
 
 
 def check_quantization(quantization: object) -> None:
