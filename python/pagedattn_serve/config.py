@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentOSError, ArgumentTypeError
+from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentOSError, ArgumentTypeError, shown
 
 # The small LLaMA that comes with the package (see its README.md).
 DEMO_MODEL = str(Path(__file__).parent / "demo_model")
@@ -37,7 +37,7 @@ LOAD_FORMATS = ("auto", "dummy")
 def check_int(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     """Raise TypeError unless `value` is an int (a bool is not), ValueError unless it lies in [minimum, maximum]."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ArgumentTypeError(name, "an int", f"{value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(name, "an int", f"{shown(value)} of type {type(value).__name__}")
     if value < minimum or (maximum is not None and value > maximum):
         expected = f">= {minimum}" if maximum is None else f"in [{minimum}, {maximum}]"
         raise ArgumentError(name, f"an int {expected}", value)
@@ -49,7 +49,7 @@ def check_float(
     """Raise TypeError unless `value` is a float or an int (a bool is neither), ValueError unless it is finite and lies
     in [minimum, maximum]. but: one of the two, if the range is without it."""
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ArgumentTypeError(name, "a number", f"{value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(name, "a number", f"{shown(value)} of type {type(value).__name__}")
     try:
         is_finite = math.isfinite(value)
     except OverflowError:  # an int beyond what a float holds
@@ -66,7 +66,7 @@ def check_float(
 def check_bool(name: str, value: object) -> bool:
     """`value`; raises TypeError unless it is a bool."""
     if not isinstance(value, bool):
-        raise ArgumentTypeError(name, "a bool", f"{value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(name, "a bool", f"{shown(value)} of type {type(value).__name__}")
     return value
 
 
@@ -102,12 +102,12 @@ def read_text(name: str, file: str | PathLike[str]) -> str:
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of the choices."""
     if value not in choices:
-        raise ArgumentError(name, f"one of {', '.join(choices)}", repr(value))
+        raise ArgumentError(name, f"one of {', '.join(choices)}", shown(value))
 
 
 def check_dtype(dtype: object) -> str:
     """The name of a dtype of a model, which may come as torch's, or "auto"; raises ArgumentError for any other."""
-    name = str(dtype).removeprefix("torch.")
+    name = shown(dtype, str).removeprefix("torch.")
     if name not in ("auto", *DTYPES):
         raise ArgumentError("dtype", f"auto, {', '.join(DTYPES)}", name or "an empty text")
     return name
@@ -116,14 +116,14 @@ def check_dtype(dtype: object) -> str:
 def check_kv_cache_dtype(name: object) -> None:
     """Raise ArgumentError unless it is the name of a dtype of the cache."""
     if name not in ("auto", *CACHE_DTYPES):
-        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", str(name) or "an empty text")
+        raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", shown(name, str) or "an empty text")
 
 
 def check_quantization(quantization: object) -> None:
     """Raise ArgumentError unless it is None or one of QUANTIZATIONS."""
     if quantization not in (None, *QUANTIZATIONS):
         expected = f"None, {' or '.join(QUANTIZATIONS)} (leave it out for a quantized checkpoint)"
-        raise ArgumentError("quantization", expected, repr(quantization))
+        raise ArgumentError("quantization", expected, shown(quantization))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_dtype(self.dtype)
         if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ArgumentError("device", "auto, cpu, cuda or cuda:N", repr(self.device))
+            raise ArgumentError("device", "auto, cpu, cuda or cuda:N", shown(self.device))
         check_quantization(self.quantization)
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1)
@@ -196,7 +196,7 @@ class SchedulerConfig:
         check_choice("scheduling_policy", self.policy, ("fcfs", "priority"))
         check_choice("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
         if self.speculation is not None and self.speculation != "ngram":
-            raise ArgumentError("speculation", 'None or "ngram"', repr(self.speculation))
+            raise ArgumentError("speculation", 'None or "ngram"', shown(self.speculation))
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1)
         check_int("max_beam_width", self.max_beam_width, 1)
 

@@ -2,7 +2,16 @@
 that go from one process to another."""
 
 import pickle
+from collections.abc import Callable
 from typing import Any, Self
+
+
+def shown(value: object, write: Callable[[Any], str] = repr) -> str:
+    """A value as errors show it, by what writes it."""
+    try:
+        return write(value)
+    except ValueError:  # Python writes no int of thousands of digits
+        return f"one of {value.bit_length():,} bits" if isinstance(value, int) else type(value).__name__
 
 
 class BadArgument(Exception):
@@ -17,10 +26,7 @@ class BadArgument(Exception):
     def __init__(self, argument: str, expected: str, got: object = "", place: str = "") -> None:
         self.argument = argument
         self.expected = expected
-        try:
-            self.got = str(got)
-        except ValueError:  # Python writes no int of thousands of digits
-            self.got = f"one of {got.bit_length():,} bits" if isinstance(got, int) else type(got).__name__
+        self.got = shown(got, str)
         self.place = place
         super().__init__(argument, expected, self.got, place)  # so that the error can be pickled
 

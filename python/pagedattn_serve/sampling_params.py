@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Literal, Self
 
 from pagedattn_serve.config import check_bool, check_float, check_int
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, shown
 from pagedattn_serve.structured_output import StructuredOutput
 from pagedattn_serve.vllm_arguments import sampling_arguments, takes_arguments_of_vllm
 
@@ -142,7 +142,8 @@ class SamplingParams:
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         check_int("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ArgumentError("min_tokens", f"an int <= max_tokens, which is {self.max_tokens}", self.min_tokens)
+            expected = f"an int <= max_tokens, which is {shown(self.max_tokens)}"
+            raise ArgumentError("min_tokens", expected, self.min_tokens)
         if self.prompt_logprobs is not None:
             check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._keep("logit_bias", _logit_bias(self.logit_bias))
@@ -157,7 +158,7 @@ class SamplingParams:
             raise ArgumentError("detokenize", f"True, as stop strings {self.stop} are looked for in the text")
         if not isinstance(self.output_kind, RequestOutputKind):
             kind = type(self.output_kind).__name__
-            raise ArgumentTypeError("output_kind", "a RequestOutputKind", f"{self.output_kind!r} of type {kind}")
+            raise ArgumentTypeError("output_kind", "a RequestOutputKind", f"{shown(self.output_kind)} of type {kind}")
         self._check_sequences()
         self._check_structured_output()
         self._keep(
@@ -172,12 +173,12 @@ class SamplingParams:
         if self.best_of is not None:
             check_int("best_of", self.best_of, 1)
             if self.best_of < self.n:
-                raise ArgumentError("best_of", f"an int >= n, which is {self.n}", self.best_of)
+                raise ArgumentError("best_of", f"an int >= n, which is {shown(self.n)}", self.best_of)
         check_float("length_penalty", self.length_penalty)
         if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
             kind = type(self.early_stopping).__name__
             error = ArgumentError if isinstance(self.early_stopping, str) else ArgumentTypeError
-            raise error("early_stopping", 'True, False or "never"', f"{self.early_stopping!r} of type {kind}")
+            raise error("early_stopping", 'True, False or "never"', f"{shown(self.early_stopping)} of type {kind}")
         if check_bool("use_beam_search", self.use_beam_search):
             if not self.greedy:
                 raise ArgumentError("temperature", "0, as use_beam_search draws nothing", self.temperature)
@@ -331,7 +332,7 @@ def takes_prompt(processor: Callable[..., Any]) -> bool:
     try:
         signature = inspect.signature(processor)
     except ValueError:  # some callables that are written in C have none
-        raise ArgumentTypeError("logits_processors", "a callable with a signature", repr(processor)) from None
+        raise ArgumentTypeError("logits_processors", "a callable with a signature", shown(processor)) from None
     for num_arguments in (2, 3):
         try:
             signature.bind(*[None] * num_arguments)
@@ -341,7 +342,7 @@ def takes_prompt(processor: Callable[..., Any]) -> bool:
     raise ArgumentTypeError(
         "logits_processors",
         "f(output_token_ids, logits) or f(prompt_token_ids, output_token_ids, logits)",
-        f"{processor!r} with {signature}",
+        f"{shown(processor)} with {signature}",
     )
 
 
@@ -349,7 +350,7 @@ def _items(name: str, value: object, kind: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise ArgumentTypeError(name, f"a list of {kind}", f"{value!r} of type {type(value).__name__}")
+        raise ArgumentTypeError(name, f"a list of {kind}", f"{shown(value)} of type {type(value).__name__}")
     return tuple(value)
 
 
@@ -357,7 +358,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     texts = _items(name, value, "strings")
     for text in texts:
         if not isinstance(text, str):
-            raise ArgumentTypeError(name, "strings", f"{text!r} of type {type(text).__name__}")
+            raise ArgumentTypeError(name, "strings", f"{shown(text)} of type {type(text).__name__}")
         if not text:
             raise ArgumentError(name, "non-empty strings", list(texts))
     return texts
@@ -378,7 +379,7 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
     pairs: dict[int, float] = {}
     for pair in _items("logit_bias", value, "pairs, or a dict"):
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ArgumentTypeError("logit_bias", "pairs of token id and bias", repr(pair))
+            raise ArgumentTypeError("logit_bias", "pairs of token id and bias", shown(pair))
         token_id, bias = pair
         if isinstance(token_id, str):
             if not re.fullmatch("[0-9]{1,19}", token_id):
@@ -387,7 +388,7 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
         check_int("logit_bias", token_id, 0)
         check_float("logit_bias", bias, -_MAX_BIAS, _MAX_BIAS)
         if token_id in pairs:
-            raise ArgumentError("logit_bias", "each token id once", f"{token_id} twice")
+            raise ArgumentError("logit_bias", "each token id once", f"{shown(token_id)} twice")
         pairs[token_id] = bias
     return tuple(pairs.items())
 
@@ -397,6 +398,6 @@ def _processors(value: object) -> tuple[Callable[..., Any], ...]:
     for processor in processors:
         if not callable(processor):
             kind = type(processor).__name__
-            raise ArgumentTypeError("logits_processors", "callables", f"{processor!r} of type {kind}")
+            raise ArgumentTypeError("logits_processors", "callables", f"{shown(processor)} of type {kind}")
         takes_prompt(processor)
     return processors

@@ -9,7 +9,7 @@ from functools import wraps
 from reprlib import repr as short_repr
 from typing import Any, NamedTuple, TypeVar
 
-from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.errors import ArgumentError, shown
 
 T = TypeVar("T")
 
@@ -394,7 +394,7 @@ def refuse(arguments: Mapping[str, Any], known: Mapping[str, Argument], function
         argument = known[name]
         if not means_what_happens(argument, value):
             values = " or ".join(map(repr, argument.values or (None,)))
-            raise ArgumentError(name, f"{values} ({argument.instead})", short_repr(value))
+            raise ArgumentError(name, f"{values} ({argument.instead})", shown(value, short_repr))
 
 
 def takes_arguments_of_vllm(
@@ -467,7 +467,7 @@ def _speculation(config: Any) -> dict[str, Any]:
     keys = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
     if not isinstance(config, dict) or config.get("method") != "ngram" or not config.keys() <= keys:
         expected = '{"method": "ngram", "num_speculative_tokens": ...} (only speculation by n-grams is here)'
-        raise ArgumentError("speculative_config", expected, short_repr(config))
+        raise ArgumentError("speculative_config", expected, shown(config, short_repr))
     options = {"speculation": "ngram"}
     if (number := config.get("num_speculative_tokens")) is not None:
         options["num_speculative_tokens"] = number

@@ -34,9 +34,9 @@ class SamplerOutput:
     """One token for each row, and its logprob: the fp32 log-softmax of the logits before they are changed.
 
     logprobs: NaN for a row with no token to choose: its logits are no numbers, or `errors` says why.
-    top_logprobs: for a row with `params.logprobs`, the sampled token (with num_candidates, all candidates) and as many
-        most likely tokens, by token id, most likely first. Tokens of probability 0 are left out. Equally likely tokens
-        share a rank. None for other rows.
+    top_logprobs: for a row with `params.logprobs`, by token id: first the sampled token (with num_candidates, all
+        candidates), then as many most likely tokens, most likely first. Tokens of probability 0 are left out. Equally
+        likely tokens share a rank. None for other rows.
     candidates: for a row with num_candidates, that many most likely tokens with their log probabilities, most likely
         first, without tokens of probability 0. params and rules change the fp32 log-softmax of such a row, as in
         Hugging Face's beam search, and its token id means nothing. None for other rows.

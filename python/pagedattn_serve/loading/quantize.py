@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pagedattn_serve.config import QUANTIZATIONS
-from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.errors import ArgumentError, shown
 from pagedattn_serve.loading.checkpoint_files import (
     NAMED_BY_CONFIG,
     OpenFiles,
@@ -58,7 +58,7 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
     transformers, and for weights that cannot be quantized.
     """
     if format not in QUANTIZATIONS:
-        raise ArgumentError("format", " or ".join(sorted(QUANTIZATIONS)), repr(format))
+        raise ArgumentError("format", " or ".join(sorted(QUANTIZATIONS)), shown(format))
     directory, out = directory_to_quantize(model), directory_to_write(out)
     if (stored := checkpoint_format(directory)) is not None:
         raise ArgumentError("model", "a checkpoint that is not quantized", f"{stored.QUANTIZATION} of {stored.METHOD}")

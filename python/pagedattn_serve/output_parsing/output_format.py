@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from pagedattn_serve.errors import ArgumentError, BadArgument
+from pagedattn_serve.errors import ArgumentError, BadArgument, shown
 from pagedattn_serve.output_parsing import gpt_oss
 from pagedattn_serve.output_parsing.deepseek import DeepSeekV3, DeepSeekV31
 from pagedattn_serve.output_parsing.events import Content
@@ -165,7 +165,7 @@ def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
         ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
     ):
         if name not in names:
-            raise ArgumentError(argument, f"one of {', '.join(names)}", repr(name))
+            raise ArgumentError(argument, f"one of {', '.join(names)}", shown(name))
     others = {tool_parser, reasoning_parser} - {GPT_OSS, AUTO, NONE}
     if others and GPT_OSS in (tool_parser, reasoning_parser):
         raise ArgumentError("tool_call_parser", "gpt_oss for calls and thoughts, or for neither", others.pop())

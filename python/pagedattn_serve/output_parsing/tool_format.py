@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, shown
 from pagedattn_serve.output_parsing.source import Reader, Source
 
 Format = dict[str, Any]  # of a structural tag; pagedattn_serve.sampling.structural_tag
@@ -37,11 +37,11 @@ def functions_of(tools: Any) -> tuple[Function, ...]:
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or tool.get("type") != "function":
-            raise ArgumentTypeError(f"tools[{i}]", 'a dict {"type": "function", "function": {...}}', repr(tool)[:100])
+            raise ArgumentTypeError(f"tools[{i}]", 'a dict {"type": "function", "function": {...}}', shown(tool)[:100])
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
             raise ArgumentError(
-                f"tools[{i}].function.name", "letters, digits, _, . and -, 128 at most", repr(name)[:100]
+                f"tools[{i}].function.name", "letters, digits, _, . and -, 128 at most", shown(name)[:100]
             )
         if name in functions:
             raise ArgumentError(f"tools[{i}].function.name", "a name of its own", f"{name!r} again")
@@ -88,7 +88,7 @@ def tool_use(tools: Any, choice: Any = None, is_parallel: bool = True) -> ToolUs
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*named]}}:
             return ToolUse(_named(named, functions), mode == "required", is_parallel)
     expected = 'auto, none, required, {"type": "function", "function": {"name": ...}} or allowed_tools'
-    raise ArgumentError("tool_choice", expected, repr(choice)[:100])
+    raise ArgumentError("tool_choice", expected, shown(choice)[:100])
 
 
 def _named(tools: list[Any], functions: tuple[Function, ...]) -> tuple[Function, ...]:
@@ -100,7 +100,7 @@ def _named(tools: list[Any], functions: tuple[Function, ...]) -> tuple[Function,
             case {"function": {"name": str() as name}} if name in known:
                 names.add(name)
             case _:
-                raise ArgumentError("tool_choice", "names of tools", repr(tool)[:100])
+                raise ArgumentError("tool_choice", "names of tools", shown(tool)[:100])
     return tuple(function for function in functions if function.name in names)
 
 

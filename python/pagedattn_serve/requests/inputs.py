@@ -6,7 +6,7 @@ from operator import index
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from pagedattn_serve.config import check_bool, check_float, check_int, check_text
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, shown
 from pagedattn_serve.loading.generation_config import GenerationDefaults
 from pagedattn_serve.pooling_params import Pooling, PoolingParams
 from pagedattn_serve.requests.pooling import SEQUENCE_RULES, PoolingRequest
@@ -108,7 +108,7 @@ def to_ids(token_ids: Any, name: str = "prompt_token_ids") -> list[int]:
     for token_id in token_ids:
         if type(token_id) is not int and not is_int(token_id):
             kind = type(token_id).__name__
-            raise ArgumentTypeError(name, "an int", f"{token_id!r} of type {kind}")
+            raise ArgumentTypeError(name, "an int", f"{shown(token_id)} of type {kind}")
     return list(map(index, token_ids))
 
 

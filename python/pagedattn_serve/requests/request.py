@@ -390,10 +390,10 @@ class BeamRequest(Request):
     def _extend(self, completion: Completion, continuation: Continuation, token: SampledToken) -> SequenceStatus | None:
         _, _, top_logprobs, _ = token
         logprobs = None
-        if top_logprobs is not None:  # the most likely tokens, as many as were asked for, then all candidates
-            num_top = self._rules.params.logprobs
-            logprobs = dict(list(top_logprobs.items())[:num_top])
-            logprobs.setdefault(continuation.token_id, top_logprobs[continuation.token_id])
+        if top_logprobs is not None:  # of all candidates and the most likely tokens, what was asked for
+            own, num_top = continuation.token_id, self._rules.params.logprobs
+            ranked = sorted(top_logprobs.items(), key=lambda item: item[1].rank)
+            logprobs = {own: top_logprobs[own]} | dict(ranked[:num_top])
         status = completion.add_token((continuation.token_id, 0.0, logprobs, None))
         completion.cumulative_logprob = continuation.score
         return status

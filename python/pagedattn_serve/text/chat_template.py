@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedattn_serve.config import check_bool
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, shown
 
 # A dict with a role, a content (a text or a list of {"type": "text", "text": ...}), and whatever else the template
 # knows, such as the tool_calls of an assistant.
@@ -139,7 +139,7 @@ def _part_text(name: str, part: Any) -> str:
         raise ArgumentTypeError(name, "a dict with type and text", type(part).__name__)
     kind = part.get("type")
     if kind not in ("text", "refusal"):
-        raise ArgumentError(f"{name}.type", '"text", the only kind of content here', repr(kind))
+        raise ArgumentError(f"{name}.type", '"text", the only kind of content here', shown(kind))
     if not isinstance(part.get(kind), str):
         raise ArgumentTypeError(f"{name}.{kind}", "a string", type(part.get(kind)).__name__)
     return part[kind]

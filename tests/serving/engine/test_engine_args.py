@@ -74,6 +74,9 @@ def test_options_are_checked_before_a_model_is_read() -> None:
     [
         ({"dtype": "float64"}, "dtype: expected auto, float32, float16, bfloat16, float, half, got float64"),
         ({"dtype": 16}, "dtype: expected auto, .*, got 16"),
+        ({"dtype": 10**5000}, "dtype: expected auto, .*, got one of 16,610 bits"),
+        ({"kv_cache_dtype": 10**5000}, "kv_cache_dtype: expected auto, .*, got one of 16,610 bits"),
+        ({"device": 10**5000}, "device: expected auto, .*, got one of 16,610 bits"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype: expected auto, fp8, fp8_e4m3, fp8_e5m2, int8, got int4"),
         ({"kv_cache_dtype": None}, "kv_cache_dtype: expected auto, .*, got None"),
         ({"max_model_len": 1}, "max_model_len: expected an int >= 2, got 1"),

@@ -304,9 +304,9 @@ def test_a_word_as_eos_token(speaker_path: str, tmp_path: Path) -> None:
 # --- logprobs ---
 
 
-def reference_logprobs(checkpoint: Checkpoint, output: RequestOutput) -> torch.Tensor:
-    """In the place of each output token, by Hugging Face in one go: [num_output_tokens, vocab_size]."""
-    token_ids = output.prompt_token_ids + output.outputs[0].token_ids
+def reference_logprobs(checkpoint: Checkpoint, output: RequestOutput, index: int = 0) -> torch.Tensor:
+    """In the place of each token of an output, by Hugging Face in one go: [num_output_tokens, vocab_size]."""
+    token_ids = output.prompt_token_ids + output.outputs[index].token_ids
     with torch.no_grad():
         logits = checkpoint.model(torch.tensor([token_ids])).logits[0]
     return logits[len(output.prompt_token_ids) - 1 : -1].log_softmax(dim=-1)
@@ -321,6 +321,12 @@ def check_logprobs(expected: torch.Tensor, completion: CompletionOutput, count: 
         return
     sampled = [entries[token_id] for entries, token_id in zip(completion.logprobs, completion.token_ids, strict=True)]
     assert completion.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in sampled), abs=1e-4)
+    check_entries(expected, completion, count)
+
+
+def check_entries(expected: torch.Tensor, completion: CompletionOutput, count: int) -> None:
+    """The token that came, then the `count` most likely ones."""
+    assert completion.logprobs is not None
     for row, token_id, entries in zip(expected, completion.token_ids, completion.logprobs, strict=True):
         for entry_id, entry in entries.items():
             assert entry.logprob == pytest.approx(row[entry_id].item(), abs=1e-4)
@@ -357,6 +363,22 @@ def test_logprobs_equal_hugging_face(
             assert len(output.outputs[0].token_ids) == 20
             check_logprobs(reference_logprobs(checkpoint, output), output.outputs[0], count)
     assert (engine.stats().num_preemptions > 0) == bool(options)
+
+
+@pytest.mark.parametrize("count", [0, 2, 5])
+def test_logprobs_of_beams(llama: Checkpoint, count: int) -> None:
+    """Of the most likely tokens, also where a bias makes others the candidates."""
+    bias = {token_id: 30.0 - i for i, token_id in enumerate(range(4, 10))}
+    params = dict(temperature=0, n=2, use_beam_search=True, max_tokens=6, logprobs=count)
+    [plain, biased] = run(
+        LLMEngine(llama.path),
+        [llama.prompts[2]] * 2,
+        [SamplingParams(**params), SamplingParams(**params, logit_bias=bias)],
+    )
+    for output in (plain, biased):
+        for index, completion in enumerate(output.outputs):
+            check_entries(reference_logprobs(llama, output, index), completion, count)
+    assert {token_id for completion in biased.outputs for token_id in completion.token_ids} <= bias.keys()
 
 
 def test_logprobs_do_not_change_the_tokens(llama: Checkpoint) -> None:

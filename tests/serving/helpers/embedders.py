@@ -51,13 +51,19 @@ def make_reranker(directory: Path, name: str, **fields: Any) -> None:
     make_tokenizer(directory)
 
 
-@torch.inference_mode()
 def reference_scores(directory: Path, firsts: list[str], seconds: list[str]) -> Tensor:
     """The logit of each pair, [num_pairs]."""
-    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    pairs = [tokenizer(*pair, return_tensors="pt") for pair in zip(firsts, seconds, strict=True)]
-    return torch.cat([model(pair.input_ids).logits[0] for pair in pairs])
+    return reference_scores_of_ids(
+        directory, [tokenizer(*pair).input_ids for pair in zip(firsts, seconds, strict=True)]
+    )
+
+
+@torch.inference_mode()
+def reference_scores_of_ids(directory: Path, pairs: list[list[int]]) -> Tensor:
+    """The same of the token ids of each pair."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    return torch.cat([model(torch.tensor([pair])).logits[0] for pair in pairs])
 
 
 @torch.inference_mode()

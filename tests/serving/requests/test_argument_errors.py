@@ -8,6 +8,8 @@ import pytest
 from pagedattn_serve import ArgumentError, ArgumentTypeError, SamplingParams
 from pagedattn_serve.errors import ArgumentImportError, BadArgument, with_place
 
+MANY_DIGITS: Any = 10**5000  # Python writes 4,300
+
 
 def test_fields_and_message() -> None:
     error = ArgumentError("top_k", "an int >= 1", 0)
@@ -57,7 +59,29 @@ def test_parameters_raise_them() -> None:
 
 @pytest.mark.parametrize("name", ["temperature", "max_tokens", "seed", "top_k", "logit_bias"])
 def test_an_int_that_python_does_not_write(name: str) -> None:
-    """Of more than 4,300 digits."""
-    value: Any = -(10**5000)
+    value: Any = -MANY_DIGITS
     with pytest.raises(ValueError, match=f"^{name}: expected .*, got one of 16,610 bits$"):
         SamplingParams(**{name: {5: value} if name == "logit_bias" else value})
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"ignore_eos": MANY_DIGITS}, "ignore_eos: expected a bool, got one of 16,610 bits of type int"),
+        ({"stop": MANY_DIGITS}, "stop: expected a list of strings, got one of 16,610 bits of type int"),
+        ({"stop": [MANY_DIGITS]}, "stop: expected strings, got one of 16,610 bits of type int"),
+        ({"stop": {MANY_DIGITS}}, "stop: expected a list of strings, got set of type set"),
+        ({"bad_words": [MANY_DIGITS]}, "bad_words: expected strings, got one of 16,610 bits of type int"),
+        ({"early_stopping": MANY_DIGITS}, 'early_stopping: expected True, False or "never", got one of 16,610 bits'),
+        ({"output_kind": MANY_DIGITS}, "output_kind: expected a RequestOutputKind, got one of 16,610 bits of type int"),
+        ({"logits_processors": MANY_DIGITS}, "logits_processors: expected a list of callables, got one of 16,610 bits"),
+        ({"logit_bias": [(MANY_DIGITS, 1, 2)]}, "logit_bias: expected pairs of token id and bias, got tuple"),
+        ({"logit_bias": [(MANY_DIGITS, 1)] * 2}, "logit_bias: expected each token id once, got one of 16,610 bits"),
+        ({"max_tokens": MANY_DIGITS, "min_tokens": MANY_DIGITS + 1}, "min_tokens: expected an int <= max_tokens"),
+        ({"n": MANY_DIGITS, "best_of": 5}, "best_of: expected an int >= n, which is one of 16,610 bits, got 5"),
+        ({"skip_reading_prefix_cache": MANY_DIGITS}, "skip_reading_prefix_cache: expected .*, got one of 16,610 bits"),
+    ],
+)  # fmt: skip
+def test_such_an_int_where_something_else_is_expected(params: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        SamplingParams(**params)

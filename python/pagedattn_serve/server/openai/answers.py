@@ -79,9 +79,9 @@ class ChunkWriter:
             end = f'"{finish_reason}","stop_reason":{encode_json(stop_reason)}'
         return f'{self._head}{{"index":{index},{content},"logprobs":{logprobs_json},"finish_reason":{end}}}{self._tail}'
 
-    def with_prompt(self, chunk: str, token_ids: list[int]) -> str:
-        """A chunk with the tokens of the prompt beside its choices."""
-        return chunk.replace('"choices":[', f'"prompt_token_ids":{encode_json(token_ids)},"choices":[', 1)
+    def with_prompt(self, chunk: str, prompt_ids: str) -> str:
+        """A chunk with the tokens of the prompt, as JSON, beside its choices."""
+        return chunk.replace('"choices":[', f'"prompt_token_ids":{prompt_ids},"choices":[', 1)
 
     def usage(self, usage: Usage) -> str:
         """The chunk after the chunks of all choices."""
@@ -110,6 +110,7 @@ class Answer:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        self._prompt_ids: dict[int, str] = {}  # by the place of the prompt
 
     def whole(self, outputs: list[RequestOutput]) -> Response:
         """outputs: one for each prompt, the sum of its deltas."""
@@ -118,7 +119,8 @@ class Answer:
     @property
     def takes_long(self) -> bool:
         """Whether `whole` takes long."""
-        return self.job.params.logprobs is not None or self.job.params.prompt_logprobs is not None
+        params = self.job.params
+        return self.shows_token_ids or params.logprobs is not None or params.prompt_logprobs is not None
 
     def chunks(self, jobs: JobRunner, options: StreamOptions | None) -> "JobChunks":
         return JobChunks(jobs, self, options)
@@ -142,6 +144,12 @@ class Answer:
     def render_prompt_ids(self, place: int) -> str:
         """The fields that the first chunk with tokens of a choice has for the prompt, beside `token_ids`."""
         return ""
+
+    def prompt_ids(self, place: int) -> str:
+        """The tokens of a prompt as JSON, written once for the chunks of all its choices."""
+        if place not in self._prompt_ids:
+            self._prompt_ids[place] = encode_json(self.job.prompts[place].token_ids)
+        return self._prompt_ids[place]
 
     def _fields(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """A whole answer without its choices."""

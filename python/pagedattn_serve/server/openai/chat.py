@@ -147,7 +147,7 @@ class ChatAnswer(Answer):
         indices = range(self.job.params.n)
         chunks = [writer.choice(index, '"delta":{"role":"assistant","content":""}') for index in indices]
         if self.shows_token_ids:
-            chunks = [writer.with_prompt(chunk, self.job.prompts[place].token_ids) for chunk in chunks]
+            chunks = [writer.with_prompt(chunk, self.prompt_ids(place)) for chunk in chunks]
         return chunks, [self._logprobs for _ in indices]
 
     def render(self, text: str) -> str:

@@ -125,7 +125,7 @@ class CompletionAnswer(Answer):
         if self._body.echo:
             text = self.render(beginning.text)
             if self.shows_token_ids:
-                text += f',"token_ids":[]{self._prompt_ids(place)}'
+                text += f',"token_ids":[]{self._prompt_field(place)}'
             chunks = [writer.choice(index, text, beginning.logprobs, finish_reason) for index in indices]
         if not self.shows_output:
             return chunks, []
@@ -135,10 +135,10 @@ class CompletionAnswer(Answer):
         return f'"text":{encode_json(text)}'
 
     def render_prompt_ids(self, place: int) -> str:
-        return "" if self._body.echo else self._prompt_ids(place)
+        return "" if self._body.echo else self._prompt_field(place)
 
-    def _prompt_ids(self, place: int) -> str:
-        return f',"prompt_token_ids":{encode_json(self.job.prompts[place].token_ids)}'
+    def _prompt_field(self, place: int) -> str:
+        return f',"prompt_token_ids":{self.prompt_ids(place)}'
 
     def _choices(self, outputs: list[RequestOutput]) -> Iterator[CompletionChoice]:
         index = 0

@@ -4,7 +4,6 @@ import asyncio
 from array import array
 from base64 import b64encode
 from dataclasses import replace
-from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -15,7 +14,7 @@ from typing_extensions import TypedDict  # which pydantic wants before Python 3.
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.pooling_params import PoolingParams
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
-from pagedattn_serve.server.openai.fields import Body, Texts, TokenIds, TruncationSide
+from pagedattn_serve.server.openai.fields import Body, NumKept, Texts, TokenIds, TruncationSide
 from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, service_of, while_connected
 
 MAX_INPUTS = 2048  # OpenAI's
@@ -31,7 +30,7 @@ class PoolingBody(Body):
     user: str | None = Field(None, description="without effect")
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    truncate_prompt_tokens: NumKept | None = Field(
         None, description="the first tokens of a text, so many of them; -1: as many as the model takes"
     )
     truncation_side: TruncationSide | None = Field(None, description="the side that is cut off; right if not given")
@@ -141,18 +140,15 @@ def checked_texts(texts: list[str], body: PoolingBody, service: Service, param: 
 
 
 def shortened(token_ids: list[int], body: PoolingBody, service: Service) -> list[int]:
-    """The tokens, or the first of them, or last ones, if the request wants no more. Special tokens at the end stay: an
-    embedding may be that of the last token. Raises ApiError."""
+    """The tokens, or the first of them, or last ones, if the request wants no more. A special token at the end stays:
+    an embedding may be that of the last token. One alone stays, as more may be padding."""
     most = body.truncate_prompt_tokens
-    if most == 0:
-        message = "truncate_prompt_tokens: expected -1, or 1 and more, got 0"
-        raise ApiError(400, message, param="truncate_prompt_tokens")
     if most is None or len(token_ids) <= (most := service.max_model_len if most == -1 else most):
         return token_ids
     if body.truncation_side == "left":
         return token_ids[-most:]
-    num_special = len(list(takewhile(service.token_names.special_texts.__contains__, reversed(token_ids))))
-    return (token_ids[: max(most - num_special, 0)] + token_ids[len(token_ids) - num_special :])[:most]
+    end = [token_id for token_id in token_ids[-1:] if token_id in service.token_names.special_texts]
+    return token_ids[: most - len(end)] + end
 
 
 def check_number(number: int, param: str) -> None:

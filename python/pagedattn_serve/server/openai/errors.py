@@ -19,11 +19,13 @@ CLIENT_GONE = 499  # what proxies log of a client that left
 # Arguments of the engine, and the names that a client has for them.
 _PARAM_OF = {"prompt_token_ids": "prompt", "sampling_params": None}  # None: several
 _TOO_LONG = {"too_long": "items", "string_too_long": "characters in each"}  # pydantic's types of errors
-# Fields with several forms, of which pydantic would name one alone.
+# Fields with several forms, of which pydantic would name one alone; where these differ, with the name of the route.
 _FORMS = {
     "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
-    "documents": "a list of strings or of objects with a text",
-    **dict.fromkeys(("text_1", "text_2", "queries", "items", "data_1", "data_2"), "a string or a list of strings"),
+    "rerank.documents": "a list of strings or of objects with a text",
+    **dict.fromkeys(
+        ("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2"), "a string or a list of strings"
+    ),
     "stop": "a string or a list of strings",
     "input": "a string or a list (of strings, token ids or items), one at least",
     "messages": "a list of objects with a role and a content",
@@ -62,8 +64,8 @@ def engine_error(
     return ApiError(400, text, param=_PARAM_OF.get(error.argument, error.argument))
 
 
-def validation_error(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, as `name: expected X, got Y`."""
+def validation_error(error: RequestValidationError, route: str = "") -> ApiError:
+    """The first thing that is wrong with a body, as `name: expected X, got Y`. route: the name of the request's."""
     errors = error.errors()
     first = next((each for each in errors if each["type"] in _TOO_LONG), errors[0])  # else, of a field with two forms
     location = [str(part) for part in first["loc"][1:]]
@@ -86,7 +88,7 @@ def validation_error(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"{name}: expected {expected}, got {len(given or ()):,}", param=name)
     if first["type"] == "value_error":
         return ApiError(400, str(first["ctx"]["error"]), param=name)
-    return ApiError(400, f"{name}: expected {_expected(name, first)}, got {_short(given)}", param=name)
+    return ApiError(400, f"{name}: expected {_expected(name, first, route)}, got {_short(given)}", param=name)
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -98,7 +100,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(validation_error(error))
+        return error_response(validation_error(error, request.scope["route"].name))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -132,10 +134,11 @@ def _methods(request: Request) -> str:
     return ", ".join(sorted(route.methods | {method.upper() for method in described}))
 
 
-def _expected(name: str, error: dict[str, Any]) -> str:
+def _expected(name: str, error: dict[str, Any], route: str) -> str:
     """What a field wants, in words."""
-    if name in _FORMS and error["type"].endswith("_type"):
-        return _FORMS[name]
+    forms = _FORMS.get(f"{route}.{name}") or _FORMS.get(name)
+    if forms is not None and error["type"].endswith("_type"):
+        return forms
     context = error.get("ctx", {})
     for bound, sign in (("ge", ">="), ("gt", ">"), ("le", "<=")):
         if bound in context:

@@ -8,7 +8,7 @@ that costs the event loop or the engine's steps, which all requests share.
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from pagedattn_serve.output_parsing.tool_format import NAME_PATTERN
 from pagedattn_serve.sampling_params import (
@@ -33,6 +33,13 @@ MAX_TOOLS = 256
 MAX_BUDGET = 2**20
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512  # OpenAI's
 
+
+def _check_kept(number: int) -> int:
+    if number == 0:
+        raise ValueError("truncate_prompt_tokens: expected -1, or 1 and more, got 0")
+    return number
+
+
 # One error for a list is enough, which may have a million wrong items.
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -48,6 +55,7 @@ BadWord = Annotated[str, Field(max_length=MAX_BAD_WORD_CHARACTERS)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast"]
 TruncationSide = Literal["left", "right"]
+NumKept = Annotated[int, Field(ge=-1), AfterValidator(_check_kept)]  # tokens of a prompt; -1: as many as fit
 MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
 # Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
@@ -209,7 +217,7 @@ class SamplingBody(Body):
     add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    truncate_prompt_tokens: NumKept | None = Field(
         None, description="the last tokens of a prompt, so many of them; -1: as many as fit before the output"
     )
     truncation_side: TruncationSide | None = Field(None, description="the side that is cut off; left if not given")
@@ -274,7 +282,7 @@ class ChatCompletionRequest(SamplingBody):
     thinking_token_budget: Annotated[int, Field(ge=0, le=MAX_BUDGET)] | None = Field(
         None, description="tokens of a thought, at most"
     )
-    include_reasoning: bool | None = Field(None, description="false leaves thoughts out of the answer")
+    include_reasoning: bool | None = Field(None, description="false leaves thoughts out of messages and deltas")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
 

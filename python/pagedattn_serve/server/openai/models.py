@@ -21,7 +21,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
-    root: str  # these two are of OpenAI's and vLLM's: the model it was made of
+    root: str  # vLLM's, as is parent: the model that this one was made of
     parent: None
 
 

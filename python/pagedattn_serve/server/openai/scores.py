@@ -5,7 +5,8 @@ import asyncio
 from typing import Annotated, Any, Literal, NotRequired, Self
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import AliasChoices, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import AliasChoices, Field, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 from starlette.responses import Response
 from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
@@ -27,8 +28,9 @@ from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, se
 
 router = APIRouter()
 
-FIRST_NAMES = ("text_1", "queries", "data_1")
-SECOND_NAMES = ("text_2", "documents", "items", "data_2")
+# Of the texts of a score, in pairs.
+NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
+FIRST_NAMES, SECOND_NAMES = (tuple(dict.fromkeys(names)) for names in zip(*NAMES, strict=True))
 
 
 class Document(Body):
@@ -50,8 +52,14 @@ class ScoreRequest(PoolingBody):
     @model_validator(mode="wrap")
     @classmethod
     def _keep_names(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        given = {name for name, each in value.items() if each is not None} if isinstance(value, dict) else set()
+        first, second = (next((n for n in names if n in given), None) for names in (FIRST_NAMES, SECOND_NAMES))
+        if (first is None) != (second is None):  # the other one is missing by the name that goes with this one
+            missing = next(pair[first is not None] for pair in NAMES if first in pair or second in pair)
+            error = InitErrorDetails(type="missing", loc=(missing,), input=value)
+            raise ValidationError.from_exception_data(cls.__name__, [error])
         body = handler(value)
-        first, second = (next(name for name in names if name in value) for names in (FIRST_NAMES, SECOND_NAMES))
+        assert first is not None and second is not None
         body._names = first, second
         return body
 

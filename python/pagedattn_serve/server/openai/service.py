@@ -186,8 +186,8 @@ class Service:
         most = body.truncate_prompt_tokens
         if most is None:
             return prompt
-        if most == 0 or body.prompt_logprobs is not None:
-            message = f"truncate_prompt_tokens: expected -1, or 1 and more, without prompt_logprobs, got {most}"
+        if body.prompt_logprobs is not None:
+            message = f"truncate_prompt_tokens: expected none with prompt_logprobs, got {most}"
             raise ApiError(400, message, param="truncate_prompt_tokens")
         if most == -1:
             most = max(self.max_model_len - (max_tokens or 1), 1)

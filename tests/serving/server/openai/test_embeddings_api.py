@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import MAX_LEN, TOKENIZER_SIZE, make_tokenizer
-from embedders import make_embedder, make_reranker, reference_scores
+from embedders import make_embedder, make_reranker, reference_scores, reference_scores_of_ids
 
 from pagedattn_serve import LLM, PoolingParams
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.outputs import cosine
 
 EMBEDDINGS, RERANK, SCORE = "/v1/embeddings", "/v1/rerank", "/v1/score"
 TEXTS = ["the cat", "the hat sat on the mat", "end", "the end"]
@@ -80,6 +81,7 @@ def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
         (EMBEDDINGS, {"input": "a", "dimensions": 49}, "dimensions", r"expected an int in \[1, 48\], got 49"),
         (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format: expected 'float'"),
         (EMBEDDINGS, {"input": "a", "priority": 1}, "priority", "priority: expected 0, as the scheduling policy"),
+        (EMBEDDINGS, {"input": "a" * 10_000, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1, or 1 and"),
         (EMBEDDINGS, {"input": "a", "model": "another"}, "model", "model: expected tiny, got another"),
         (EMBEDDINGS, {"input": "a", "stream": True}, "stream", "stream: expected none, as it is not supported"),
         (RERANK, {"query": "a", "documents": []}, "documents", "documents: expected 1 to 2,048 inputs, got 0"),
@@ -135,42 +137,63 @@ def test_scores(embedder: Any, llm: LLM) -> None:
 
 @pytest.mark.parametrize("most", [3, -1])
 def test_the_first_tokens_of_a_text(embedder: Any, llm: LLM, most: int) -> None:
-    """Also of a text that could keep the tokenizer for long; the end token stays, if there is one."""
+    """Also of a text that could keep the tokenizer for long; the end token stays, if there is one, and no padding."""
     kept = 3 if most == 3 else MAX_LEN
     token_ids = [5 + i % 40 for i in range(MAX_LEN + 7)]
-    for given, left in ((token_ids, token_ids[:kept]), ([*token_ids, 0], [*token_ids[: kept - 1], 0])):
+    ended = [*token_ids[: kept - 1], 0]
+    for given, left in ((token_ids, token_ids[:kept]), ([*token_ids, 0], ended), ([*token_ids, *[0] * 9], ended)):
         answer = embedder.answer(EMBEDDINGS, input=given, truncate_prompt_tokens=most)
         assert answer["data"][0]["embedding"] == vectors(llm, [left])[0]
         assert answer["usage"]["prompt_tokens"] == kept
     [answer] = embedder.answer(EMBEDDINGS, input=token_ids, truncate_prompt_tokens=most, truncation_side="left")["data"]
     assert answer["embedding"] == vectors(llm, [token_ids[-kept:]])[0]
-    text = "the cat sat on the mat " * 10_000
-    [answer] = embedder.answer(EMBEDDINGS, input=text, truncate_prompt_tokens=most)["data"]
-    assert answer["embedding"] == vectors(llm, [llm.llm_engine.tokenize(text[:1000])[:kept]])[0]
-    for path, fields in (
-        (RERANK, {"query": text, "documents": [text, "end"]}),
-        (SCORE, {"text_1": "a", "text_2": text}),
+    text = "the cat " + "sat on the mat " * 10_000 + "the end"
+    for side, tokens in (
+        ("right", llm.llm_engine.tokenize(text[:1000])[:kept]),
+        ("left", llm.llm_engine.tokenize(text[-1000:])[-kept:]),
     ):
+        options = {"truncate_prompt_tokens": most, "truncation_side": side}
+        [answer] = embedder.answer(EMBEDDINGS, input=text, **options)["data"]
+        a, end, of_text = vectors(llm, ["a", "end", tokens])
+        assert answer["embedding"] == of_text
+        ranked = embedder.answer(RERANK, query=text, documents=["end", text], **options)["results"]
+        assert [(each["index"], each["relevance_score"]) for each in ranked] == [
+            (1, cosine(of_text, of_text)),
+            (0, cosine(of_text, end)),
+        ]
+        [scored] = embedder.answer(SCORE, text_1="a", text_2=text, **options)["data"]
+        assert scored["score"] == cosine(a, of_text)
+    for path, fields in ((RERANK, {"query": text, "documents": ["end"]}), (SCORE, {"text_1": "a", "text_2": text})):
         assert embedder.error(path, **fields)[0] == 400
-        assert embedder.answer(path, truncate_prompt_tokens=most, **fields)
-    assert embedder.error(EMBEDDINGS, input="a", truncate_prompt_tokens=0)[:2] == (400, "truncate_prompt_tokens")
 
 
 @pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
 def test_scores_by_other_names(embedder: Any, names: tuple[str, str]) -> None:
-    """An error has the name that came."""
+    """An error has the name that came, or that goes with the name that came."""
     first, second = names
     answer = embedder.answer("/score", **{first: TEXTS[0], second: TEXTS[1:]})
     assert answer["data"] == embedder.answer(SCORE, text_1=TEXTS[0], text_2=TEXTS[1:])["data"]
-    wrong: list[tuple[Any, Any, str]] = [(TEXTS[0], 5, second), (TEXTS[0], [], second), (TEXTS[:2], TEXTS[:3], first)]
-    for of_first, of_second, param in [*wrong, ("the " * 200, "end", first)]:
-        assert embedder.error("/score", **{first: of_first, second: of_second})[:2] == (400, param)
+    no_texts = "expected a string or a list of strings, got 5"
+    wrong: list[tuple[Any, Any, str, str]] = [
+        (TEXTS[0], 5, second, no_texts),
+        (5, TEXTS[0], first, no_texts),
+        (TEXTS[0], None, second if second != "items" else "documents", "expected a value, got none"),
+        (None, TEXTS[0], first, "expected a value, got none"),
+        (TEXTS[0], [], second, "expected 1 to 2,048 inputs, got 0"),
+        (TEXTS[:2], TEXTS[:3], first, f"expected one text, or 3 as in {second}, got 2"),
+    ]
+    for of_first, of_second, param, message in wrong:
+        found = embedder.error("/score", **{first: of_first, second: of_second, "text_1": None})
+        assert found == (400, param, f"{param}: {message}")
+    assert embedder.error("/score", **{first: "the " * 200, second: "end"})[:2] == (400, first)
     assert embedder.error("/score", **{first: "end", second: "end", "text_1": "end"})[:2] == (400, first)
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v2/rerank"])
 def test_other_paths_of_rerank(embedder: Any, path: str) -> None:
     fields = {"query": TEXTS[0], "documents": TEXTS[1:]}
+    message = "documents: expected a list of strings or of objects with a text, got 5"
+    assert embedder.error(path, query=TEXTS[0], documents=5) == (400, "documents", message)
     assert embedder.answer(path, top_n=0, **fields)["results"] == embedder.answer(RERANK, **fields)["results"]
 
 
@@ -189,8 +212,12 @@ def test_a_reranker(tmp_path: Path, serve: Callable[..., AbstractContextManager[
         assert client.error(EMBEDDINGS, input="a")[:2] == (400, "model")
         status, param, message = client.error(RERANK, query="a" * 90, documents=["b" * 90])
         assert (status, param) == (400, "documents") and "maximum context length" in message
-        answer = client.answer(RERANK, query="a" * 90, documents=["b" * 90], truncate_prompt_tokens=100)
-        assert answer["usage"]["prompt_tokens"] == 100
+        pair = engine.tokenize("a" * 90) + engine.tokenize("b" * 90)
+        for side, kept in (("right", pair[:100]), ("left", pair[-100:])):
+            options = {"truncate_prompt_tokens": 100, "truncation_side": side}
+            [result] = client.answer(RERANK, query="a" * 90, documents=["b" * 90], **options)["results"]
+            expected = reference_scores_of_ids(tmp_path, [kept]).sigmoid().item()
+            assert result["relevance_score"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_embeddings_of_a_model_that_generates(demo: Any, demo_engine: LLMEngine) -> None:

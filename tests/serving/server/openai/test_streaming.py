@@ -1,11 +1,15 @@
 """Streams: that their chunks add up to the answer without one, whatever is asked for."""
 
+import asyncio
 from collections import defaultdict
 from itertools import chain
 from typing import Any
 
 import pytest
 from checkpoints import BEGINNING, SPEECH
+
+from pagedattn_serve.server.http.errors import encode_json
+from pagedattn_serve.server.openai import answers, completions
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": BEGINNING}]
@@ -123,6 +127,33 @@ def test_token_ids_of_an_echo_alone(demo: Any) -> None:
     [choice] = demo.answer(COMPLETIONS, **body)["choices"]
     [[chunk]] = by_choice(demo.events(COMPLETIONS, **body)).values()
     assert chunk["prompt_token_ids"] == choice["prompt_token_ids"] and chunk["token_ids"] == choice["token_ids"] == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": [[5, 6, 7, 8], [9] * 5]}, {"messages": MESSAGES}], ids=["completions", "chat"]
+)
+def test_token_ids_of_a_prompt_are_written_once(
+    demo: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """For all choices of a stream; a whole answer is written beside the event loop."""
+    path = COMPLETIONS if "prompt" in fields else CHAT
+    body = {"return_token_ids": True, "n": 4, "seed": 1, "max_tokens": 3, **fields}
+    prompts = fields.get("prompt") or [demo.answer(path, **body)["prompt_token_ids"]]
+    written: list[Any] = []
+    in_loop: list[bool] = []
+
+    def watched(value: Any) -> str:
+        written.append(value)
+        in_loop.append(asyncio._get_running_loop() is not None)
+        return encode_json(value)
+
+    for module in (answers, completions):
+        monkeypatch.setattr(module, "encode_json", watched)
+    demo.events(path, **body)
+    assert [written.count(token_ids) for token_ids in prompts] == [1] * len(prompts)
+    in_loop.clear()
+    demo.answer(path, **body)
+    assert in_loop and not any(in_loop)
 
 
 @pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message.content }}{% endfor %}<think>"])
