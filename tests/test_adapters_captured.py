@@ -201,7 +201,7 @@ LEAVING: list[tuple[str, str, Tensor, str]] = [
     ("ragged", "cu_seqlens_q", indices(0, 3, 3), "query_start_loc"),
     ("padded", "cache_leftpad", indices(8, 0), "left_padding"),
     ("padded", "cache_leftpad", indices(-1, 0), "left_padding"),
-    ("padded", "cache_batch_idx", indices(4, 0), "end_blocks"),
+    ("padded", "cache_batch_idx", indices(4, 0), "block_tables"),
     ("used", "seqused_k", indices(4, 5), "seq_lens"),
     ("used", "cu_seqlens_k", indices(0, 3, 11), "end_blocks"),
     ("lists", "seq_lens", indices(9, 4), "positions"),

@@ -174,6 +174,14 @@ OF_PAGED: list[Wrong] = [
     ({"sinks": torch.ones(3)}, r"sinks: expected shape \[4\], got \[3\]$"),
     ({"window_size": (1.5, 0)}, "window_size: expected an int, got float$"),
     (
+        {"block_table": indices([3, 9], [0, 5]), "cache_leftpad": indices(1, 0)},
+        "block_table: expected blocks of 0 to 7, got 9 at sequence 0, entry 1$",
+    ),
+    (
+        {"block_table": indices([8], [0]), "cache_seqlens": 2, "cache_leftpad": indices(1, 0)},
+        "block_table: expected blocks of 0 to 7, got 8 at sequence 0, entry 0$",
+    ),
+    (
         {"v_cache": torch.ones(7, 4, KV_HEADS, HEAD_SIZE)},
         r"v_cache: expected shape \[8, 4, 2, 16\], got \[7, 4, 2, 16\]$",
     ),
@@ -184,6 +192,10 @@ OF_DENSE: list[Wrong] = [
     ({"cache_batch_idx": indices(-1, 0)}, "cache_batch_idx: expected blocks of 0 to 3, got -1 at sequence 0"),
     ({"cache_batch_idx": indices(0)}, "cache_batch_idx: expected 2 elements, got 1$"),
     ({"q": torch.ones(5, 1, HEADS, HEAD_SIZE), "cache_seqlens": 1}, "k_cache: expected 5 sequences or more, got 4$"),
+    (
+        {"cache_batch_idx": indices(4, 0), "cache_leftpad": indices(1, 0)},
+        "cache_batch_idx: expected blocks of 0 to 3, got 4 at sequence 0",
+    ),
     ({"cache_leftpad": indices(6, 0)}, r"cache_leftpad: expected 0 to 5 \(the length of the sequence\), got 6 at seq"),
     ({"cache_leftpad": indices(0, -1)}, "cache_leftpad: expected 0 to 3 .*, got -1 at sequence 1$"),
     ({"cache_leftpad": indices(0)}, "cache_leftpad: expected 2 elements, got 1$"),

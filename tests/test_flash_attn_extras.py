@@ -395,15 +395,59 @@ def test_padding_and_rows_of_a_block_table(with_new: bool, page_size: int) -> No
     assert_same_bits(paged[:, table[1:]].view(2, 3, 9, KV_HEADS, 16), dense[:, 1:])
 
 
-@pytest.mark.parametrize("scales", ["none", "one", "by head"])
-def test_new_tokens_in_fp8(scales: str) -> None:
-    """Their bits go into the cache: they are its numbers, whatever the scales are. As if they had been there."""
-    q, new = torch.randn(2, 1, HEADS, 16).to(FP8), torch.randn(2, 2, 1, KV_HEADS, 16).to(FP8)
-    caches = torch.randn(2, 2, 9, KV_HEADS, 16).to(FP8)
+def test_padding_of_a_sequence_without_tokens() -> None:
+    """Whatever its row of a block table of one column has."""
+    q, caches = torch.randn(3, 1, HEADS, 16), torch.randn(2, 5, 4, KV_HEADS, 16)
+    step: dict[str, Any] = {"cache_seqlens": torch.tensor([3, 4, 0]), "cache_leftpad": torch.tensor([1, 0, 0])}
+    for column in [[2], [0], [-1]], [[2], [0], [9]]:
+        table = torch.tensor(column)
+        expected = flash_attn_with_kvcache(q, *caches, block_table=torch.nn.functional.pad(table, (0, 1)), **step)
+        assert_same_bits(flash_attn_with_kvcache(q, *caches, block_table=table, **step), expected)
+    assert not expected[2].any()
+
+
+SCALES = pytest.mark.parametrize("scales", ["none", "one", "by head"])
+
+
+def scales_of(scales: str) -> dict[str, Any]:
     shape = {"none": None, "one": (1,), "by head": (2, KV_HEADS)}[scales]
-    step: dict[str, Any] = {} if shape is None else {name: torch.rand(shape) for name in ("k_descale", "v_descale")}
+    return {} if shape is None else {name: 0.5 + torch.rand(shape) for name in ("k_descale", "v_descale")}
+
+
+@SCALES
+@pytest.mark.parametrize("query_dtype", [FP8, torch.bfloat16, torch.float32], ids=str)
+def test_new_tokens_in_fp8(query_dtype: torch.dtype, scales: str) -> None:
+    """Their bits go into the cache: they are its numbers, whatever the scales are. As if they had been there."""
+    q, new = torch.randn(2, 1, HEADS, 16).to(query_dtype), torch.randn(2, 2, 1, KV_HEADS, 16).to(FP8)
+    caches = torch.randn(2, 2, 9, KV_HEADS, 16).to(FP8)
+    step = scales_of(scales)
     filled = caches.clone()
     filled[:, :, 4] = new[:, :, 0]
     expected = flash_attn_with_kvcache(q, *filled, cache_seqlens=5, **step)
+    out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=4, **step)
+    assert out.dtype == expected.dtype
+    assert_close_to_reference(out, expected)
+    assert_same_bits(caches.view(torch.uint8), filled.view(torch.uint8))
+
+
+@SCALES
+def test_new_tokens_beside_fp8_queries(scales: str) -> None:
+    """fp32 ones are divided by the scales of the cache, one or by head, and rounded."""
+    q, new = torch.randn(2, 1, HEADS, 16).to(FP8), torch.randn(2, 2, 1, KV_HEADS, 16)
+    caches, step = torch.randn(2, 2, 9, KV_HEADS, 16).to(FP8), scales_of(scales)
+    filled = caches.clone()
+    for cache, tokens, scale in zip(filled, new, step.values() or [torch.ones(1)] * 2, strict=True):
+        cache[:, 4] = (tokens[:, 0] / scale[..., None]).to(FP8)
+    expected = flash_attn_with_kvcache(q, *filled, cache_seqlens=5, **step)
     assert_same_bits(flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=4, **step), expected)
     assert_same_bits(caches.view(torch.uint8), filled.view(torch.uint8))
+
+
+@SCALES
+def test_one_new_token_in_fp8_is_refused(scales: str) -> None:
+    q, caches, step = torch.randn(2, 1, HEADS, 16), torch.zeros(2, 2, 9, KV_HEADS, 16).to(FP8), scales_of(scales)
+    k, v = torch.randn(2, 2, 1, KV_HEADS, 16)
+    for tokens, name in ((k.to(FP8), v), "k"), ((k, v.to(FP8)), "v"):
+        with pytest.raises(TypeError, match=rf"^flash_attn_with_kvcache: {name}: expected .+, got (torch\.)?float8"):
+            flash_attn_with_kvcache(q, *caches, *tokens, cache_seqlens=4, **step)
+    assert not caches.float().any()

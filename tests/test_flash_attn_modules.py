@@ -264,7 +264,8 @@ def test_names_of_flash_attn() -> None:
 def test_what_vllm_asks_of_its_fork() -> None:
     """Any version that its function takes, and a plan without contents."""
     assert [vllm_flash_attn.is_fa_version_supported(version) for version in (1, 2, 3, 4)] == [False, True, True, True]
-    assert vllm_flash_attn.fa_version_unsupported_reason(2) is None
+    assert vllm_flash_attn.is_fa_version_supported(2, torch.device("cuda"))
+    assert vllm_flash_attn.fa_version_unsupported_reason(2, device=torch.device("cuda")) is None
     assert "got 1" in str(vllm_flash_attn.fa_version_unsupported_reason(1))
     plan = vllm_flash_attn.get_scheduler_metadata(2, 1, 5, 4, 2, 64, torch.tensor([3, 5], dtype=torch.int32))
     assert plan.numel() == 0

@@ -88,14 +88,27 @@ def test_append_paged_mla_kv_cache() -> None:
         expected_ckv[page, place], expected_kpe[page, place] = ckv[row], kpe[row]
     assert_same_bits(ckv_cache, expected_ckv)
     assert_same_bits(kpe_cache, expected_kpe)
+    ckv, kpe = torch.randn(4, 24), torch.randn(4, 8)  # others, to see that they are not written
     for arguments, message in (
         ((ckv, kpe[:3], sequences, positions, *caches), "append_ckv: expected 4 rows, as positions, got 4 and 3"),
         ((ckv, kpe, sequences, positions, ckv_cache, kpe_cache[:7]), r"kpe_cache: expected shape \[8, 4, 8\]"),
         ((ckv, kpe.half(), sequences, positions, *caches), "kpe_cache: expected shape .* of torch.float16"),
         ((ckv, kpe, sequences, positions + 4, *caches), "positions: expected .+, got "),
+        ((ckv, kpe.clone().requires_grad_(), sequences, positions, *caches), "append_kpe: requires grad"),
+        (
+            (ckv, kpe, sequences, positions, ckv_cache, kpe_cache.repeat(1, 1, 2)[..., ::2]),
+            "kpe_cache: expected .+, got",
+        ),
+        ((ckv, kpe.double(), sequences, positions, ckv_cache, kpe_cache.double()), "kpe_cache: expected dtype .+, got"),
     ):
-        with pytest.raises(ValueError, match=f"^append_paged_mla_kv_cache: {message}"):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=f"^append_paged_mla_kv_cache: {message}"):
             flashinfer.append_paged_mla_kv_cache(*arguments, *pages)
+    for wrong, got in ((torch.tensor([1.0, 3.7]), "float32"), (torch.tensor([True, True]), "bool"), (3, "int")):
+        with pytest.raises(TypeError, match=rf"^append_paged_mla_kv_cache: kv_last_page_len: expected .+, got {got}"):
+            flashinfer.append_paged_mla_kv_cache(ckv, kpe, sequences, positions, *caches, *pages[:2], wrong)
+        with pytest.raises(TypeError, match=rf"^append_paged_kv_cache: kv_last_page_len: expected .+, got {got}"):
+            keys = torch.zeros(8, 2, 4, 1, 24)
+            flashinfer.append_paged_kv_cache(ckv[:, None], ckv[:, None], sequences, positions, keys, *pages[:2], wrong)
     assert_same_bits(ckv_cache, expected_ckv)
     assert_same_bits(kpe_cache, expected_kpe)
 

@@ -20,7 +20,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 import pagedattn_ext.causal_conv1d
 import pagedattn_ext.fla
 import pagedattn_ext.mamba_ssm
-from pagedattn_ext import ops
+from pagedattn_ext import CPUGraph, ops
 from pagedattn_ext.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
 from pagedattn_ext.causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
 from pagedattn_ext.fla import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -152,11 +152,37 @@ def test_causal_conv1d_update_of_rings(with_slots: bool, seq_len: int) -> None:
         assert torch.equal(rings[of_sequence[s]][:, columns], moved[s])
     if with_slots:
         assert torch.equal(rings[0], untouched)
-        padding = {"conv_state_indices": torch.tensor([-1, 3], dtype=torch.int32)}
-        kept = rings.clone()
-        out = causal_conv1d_update(x, rings, weight, bias, "silu", cache_seqlens=lengths, **padding)
-        assert not out[0].any()
-        assert torch.equal(rings[[0, 1, 2, 4]], kept[[0, 1, 2, 4]])
+        for s in 0, 1:  # with padding beside, as alone
+            padding = {"conv_state_indices": torch.full((2,), -1).index_fill(0, torch.tensor([s]), 3)}
+            alone = rings.clone()
+            own = causal_conv1d_update(
+                x[s : s + 1], alone, weight, bias, "silu", lengths[s : s + 1], padding["conv_state_indices"][s : s + 1]
+            )
+            out = causal_conv1d_update(x, rings, weight, bias, "silu", cache_seqlens=lengths, **padding)
+            assert torch.equal(out[s], own[0])
+            assert not out[1 - s].any()
+            assert torch.equal(rings, alone)
+        kept, padding = rings.clone(), {"conv_state_indices": torch.full((2,), -1)}
+        for states in rings, rings[:0]:  # which may not be there, either
+            out = causal_conv1d_update(x, states, weight, bias, "silu", cache_seqlens=lengths, **padding)
+            assert not out.any()
+        assert torch.equal(rings, kept)
+
+
+def test_rings_in_slots_in_a_graph() -> None:
+    """Where the padding is may change from a step to the next."""
+    x, weight, rings = torch.randn(BATCH, 6), torch.randn(6, 4), torch.randn(5, 6, 4)
+    lengths, slots = torch.tensor([6, 3], dtype=torch.int32), torch.tensor([4, 1], dtype=torch.int32)
+    graph = CPUGraph()
+    with graph.capture():
+        captured = causal_conv1d_update(x, rings, weight, cache_seqlens=lengths, conv_state_indices=slots)
+    for given in [-1, 3], [2, -1], [-1, -1], [0, 2]:
+        slots.copy_(torch.tensor(given))
+        expected = rings.clone()
+        out = causal_conv1d_update(x, expected, weight, cache_seqlens=lengths, conv_state_indices=slots)
+        graph.replay()
+        assert torch.equal(captured, out)
+        assert torch.equal(rings, expected)
 
 
 def test_causal_conv1d_varlen_states() -> None:
@@ -246,6 +272,24 @@ def test_complex_numbers_are_refused() -> None:
         selective_scan_fn(u, u, torch.zeros(6, 8, dtype=torch.complex64), B, C)
     with pytest.raises(TypeError, match=r"^selective_scan_fn: B: expected a real dtype, got complex64"):
         selective_scan_fn(u, u, torch.zeros(6, 8), B.to(torch.complex64), C)
+    x, dt, A, weight = (
+        torch.zeros(BATCH, LENGTH, 4, 6),
+        torch.zeros(BATCH, LENGTH, 4),
+        torch.zeros(4),
+        torch.zeros(6, 4),
+    )
+    channels, states = torch.zeros(6, dtype=torch.complex64), torch.zeros(BATCH, 4, 6, 8, dtype=torch.complex64)
+    groups, of_head = torch.zeros(BATCH, LENGTH, 2, 8), torch.zeros(4, 6, 8)
+    for function, arguments, options, name in (
+        (causal_conv1d_fn, [u, weight.to(torch.complex64)], {}, "weight"),
+        (causal_conv1d_fn, [u, weight], {"bias": channels}, "bias"),
+        (causal_conv1d_fn, [u, weight], {"initial_states": states[:, 0, :, :3]}, "initial_states"),
+        (selective_state_update, [states, x[:, 0], x[:, 0], of_head, *[groups[:, 0]] * 2], {}, "state"),
+        (mamba_chunk_scan_combined, [x, dt, A, groups, groups, 4], {"initial_states": states}, "initial_states"),
+        (chunk_gated_delta_rule, [x, x, x, dt, dt], {"initial_state": states[..., :6]}, "initial_state"),
+    ):
+        with pytest.raises(TypeError, match=rf"^{function.__name__}: {name}: expected a real dtype, got complex64"):
+            function(*arguments, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -267,6 +311,18 @@ def test_selective_state_update_of_mamba_2(dtype: torch.dtype) -> None:
         assert_close(out, expected)
         torch.testing.assert_close(updated[slots.long()], same.to(dtype))
         assert torch.equal(updated[1], state[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_selective_state_update_compiled(dtype: torch.dtype) -> None:
+    state, x, dt = torch.randn(BATCH, 4, 6, 8).to(dtype), torch.randn(BATCH, 4, 6), torch.randn(BATCH, 4, 6)
+    A, (B, C) = -torch.rand(4, 6, 8), torch.randn(2, BATCH, 2, 8)
+    updated = state.clone()
+    torch.compiler.reset()
+    compiled = torch.compile(selective_state_update, fullgraph=True, backend="aot_eager")
+    out = compiled(updated, x, dt, A, B, C)
+    assert torch.equal(out, selective_state_update(state, x, dt, A, B, C))
+    assert torch.equal(updated, state)
 
 
 def test_mamba_1() -> None:
@@ -313,6 +369,10 @@ def test_mamba_2_of_sequences_side_by_side() -> None:
         assert torch.equal(out[s, rows], alone[0])
         if rows.stop == LENGTH:
             assert torch.equal(states[s], state[0])
+    nothing = [tensor[:0] for tensor in (x, dt, B, C)]
+    out, states = mamba_chunk_scan_combined(*nothing[:2], A, *nothing[2:], 4, seq_idx=seq_idx[:0], **options)
+    assert out.shape == (0, LENGTH, heads, head_dim)
+    assert states.shape == (0, heads, head_dim, size)
 
 
 def test_mamba_2_with_numbers_of_channels() -> None:
@@ -345,6 +405,7 @@ def test_mamba_chunk_scan_combined() -> None:
 
 X, W = torch.zeros(2, 6, 3), torch.zeros(6, 4)
 QKV, GATES = [torch.zeros(2, 3, 4, 8)] * 3, [torch.zeros(2, 3, 4)] * 2
+SCANNED = [QKV[0], GATES[0], torch.zeros(4), *QKV[1:], 4]
 WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
     (causal_conv1d_fn, [X[0], W], {}, "x: expected 3 dimensions"),
     (
@@ -353,7 +414,28 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
         {"seq_idx": torch.zeros(2, 3).int(), "return_final_states": True},
         "seq_idx: expected None with return_final_states, got a tensor",
     ),
+    (
+        causal_conv1d_fn,
+        [X, W],
+        {"seq_idx": torch.zeros(2, 3).int(), "final_states_out": torch.zeros(2, 6, 3)},
+        "seq_idx: expected None with final_states_out, got a tensor",
+    ),
     (causal_conv1d_fn, [X, W], {"seq_idx": torch.zeros(2, 4).int()}, r"seq_idx: expected shape \[2, 3\]"),
+    (
+        selective_scan_fn,
+        [X, X, W, *[torch.zeros(2, 4, 3)] * 2],
+        {"z": torch.zeros(6, 5)},
+        r"z: expected shape \[2, 6, 3\], got \[6, 5\]",
+    ),
+    (
+        selective_state_update,
+        [QKV[0], *[QKV[0][..., 0]] * 2, QKV[0][0], *[QKV[0][:, 0]] * 2],
+        {"z": torch.zeros(5)},
+        r"z: expected shape \[2, 3, 4\], got \[5\]",
+    ),
+    (mamba_chunk_scan_combined, SCANNED, {"z": torch.zeros(5)}, r"z: expected shape \[2, 3, 4, 8\], got \[5\]"),
+    (mamba_chunk_scan_combined, SCANNED, {"dt_limit": None}, r"dt_limit: expected \(least, greatest\), got None"),
+    (mamba_chunk_scan_combined, SCANNED, {"dt_limit": (2.0, 1.0)}, r"dt_limit: expected .+ or more, got 1"),
     (causal_conv1d_fn, [X, W], {"initial_states": torch.zeros(2, 6, 4)}, "initial_states: expected shape"),
     (causal_conv1d_fn, [X, W], {"activation": "gelu"}, "activation: expected None, "),
     (

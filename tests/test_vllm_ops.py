@@ -11,8 +11,9 @@ import torch
 from brute_force import HEAD_SIZE, attend
 from checks import assert_close_to_reference, assert_same_bits
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pagedattn_ext import vllm_ops
+from pagedattn_ext import CPUGraph, vllm_ops
 
 NUM_SEQS, HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS = 3, 6, 3, 8, 8
 SCALE = HEAD_SIZE**-0.5
@@ -556,8 +557,56 @@ def test_gathering_of_latents_is_checked() -> None:
     ):
         with pytest.raises(ValueError, match=f"^cp_gather_cache: {message}"):
             vllm_ops.cp_gather_cache(*arguments)
-    with pytest.raises(ValueError, match=r"^gather_and_maybe_dequant_cache: kv_cache_dtype: expected one of auto, fp8"):
-        vllm_ops.gather_and_maybe_dequant_cache(cache, dst, TABLE, starts, None, 7, "int4", None)
+    fp8, uint8 = torch.float8_e4m3fn, torch.uint8
+    for arguments, message in (
+        ((cache.to(fp8), dst, TABLE, starts, 2), "dst: expected torch.float8_e4m3fn, as src_cache, got torch.float32"),
+        ((cache, dst, TABLE, None, 2), "cu_seq_lens: expected a torch.Tensor, got NoneType"),
+        (([1], dst, TABLE, starts, 2), "src_cache: expected a torch.Tensor, got list"),
+        ((cache, dst, TABLE, starts, "2"), "batch_size: expected an int, got str"),
+    ):
+        with pytest.raises(TypeError, match=f"^cp_gather_cache: {message}"):
+            vllm_ops.cp_gather_cache(*arguments)
+    for arguments, kv_cache_dtype, message in (
+        ((cache, dst, TABLE, starts), "int4", "kv_cache_dtype: expected one of auto, fp8"),
+        ((cache.to(uint8), dst, TABLE, starts), "auto", "src_cache: expected float32, .+, got torch.uint8"),
+        ((cache, dst, TABLE, starts), "fp8", "src_cache: expected uint8 or torch.float8_e4m3fn .+, got torch.float32"),
+        (
+            (cache.to(fp8), dst, TABLE, starts),
+            "fp8_e5m2",
+            "src_cache: expected uint8 or torch.float8_e5m2 .+, got .+e4m3fn",
+        ),
+        ((cache, dst, TABLE, None), "auto", "cu_seq_lens: expected a torch.Tensor, got NoneType"),
+        (([1], dst, TABLE, starts), "fp8", "src_cache: expected a torch.Tensor, got list"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"^gather_and_maybe_dequant_cache: {message}"):
+            vllm_ops.gather_and_maybe_dequant_cache(*arguments, None, 7, kv_cache_dtype, None)
+    assert not dst.any()
+
+
+def test_latents_are_gathered_on_the_device_of_the_cache() -> None:
+    """Also where the scale is a number, which becomes a tensor."""
+    with FakeTensorMode():
+        cache, dst = torch.empty(3, 4, 6, dtype=torch.uint8, device="meta"), torch.empty(8, 6, device="meta")
+        table, starts = (torch.empty(shape, dtype=torch.int32, device="meta") for shape in ((2, 3), 3))
+        vllm_ops.gather_and_maybe_dequant_cache(cache, dst, table, starts, None, 7, "fp8", 0.5)
+
+
+def test_latents_are_gathered_in_a_graph() -> None:
+    """How many tokens there are may change from a step to the next. A cache without blocks has none."""
+    cache, starts = torch.randn(3, 4, 6), torch.tensor([0, 5, 7], dtype=torch.int32)
+    captured = [torch.full((8, 6), 9.0) for _ in range(2)]
+    graph = CPUGraph()
+    with graph.capture():
+        vllm_ops.cp_gather_cache(cache, captured[0], TABLE, starts, 2)
+        vllm_ops.gather_and_maybe_dequant_cache(cache, captured[1], TABLE, starts, None, 7, "auto", None)
+    starts.copy_(torch.tensor([0, 2, 3]))
+    graph.replay()
+    for dst in captured:
+        assert torch.equal(dst[:3], cache[[2, 2, 1], [0, 1, 0]])
+    starts, dst = torch.zeros(3, dtype=torch.int32), torch.full((8, 6), 9.0)
+    vllm_ops.cp_gather_cache(cache[:0], dst, TABLE, starts, 2)
+    vllm_ops.gather_and_maybe_dequant_cache(cache[:0], dst, TABLE, starts, None, 0, "auto", None)
+    assert torch.equal(dst, torch.full((8, 6), 9.0))
 
 
 def test_mla_decode_kvcache_cpu() -> None:

@@ -152,11 +152,15 @@ def sequences_of_rows(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return ops.batch_positions(starts, torch.zeros_like(starts[1:]), num_rows)
 
 
-def to_fp32(function: Callable[..., Any], name: str, tensor: Tensor) -> Tensor:
-    """Torch would drop what is imaginary."""
+def check_real(function: Callable[..., Any], name: str, tensor: Tensor) -> None:
+    """For what is copied into another dtype: torch would drop what is imaginary."""
     if tensor.is_complex():
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise TypeError(f"{function.__qualname__}: {name}: expected a real dtype, got {dtype}")
+
+
+def to_fp32(function: Callable[..., Any], name: str, tensor: Tensor) -> Tensor:
+    check_real(function, name, tensor)
     return tensor.float()
 
 
@@ -210,4 +214,5 @@ def states_before(
         return like.new_zeros(shape, dtype=torch.float32)
     if states.shape != shape:
         raise ValueError(f"{function.__qualname__}: {name}: expected shape {list(shape)}, got {list(states.shape)}")
+    check_real(function, name, states)
     return states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -22,12 +22,13 @@ __all__ = [
 ]
 
 
-def is_fa_version_supported(fa_version: int) -> bool:
-    """Whether `flash_attn_varlen_func` takes this fa_version: 2, 3 and 4, which are the same here."""
+def is_fa_version_supported(fa_version: int, device: object = None) -> bool:
+    """Whether `flash_attn_varlen_func` takes this fa_version: 2, 3 and 4, which are the same here. device, which some
+    versions of the fork have, has no effect."""
     return fa_version_unsupported_reason(fa_version) is None
 
 
-def fa_version_unsupported_reason(fa_version: int) -> str | None:
+def fa_version_unsupported_reason(fa_version: int, device: object = None) -> str | None:
     return None if fa_version in (2, 3, 4) else f"fa_version: expected 2, 3 or 4, got {fa_version}"
 
 

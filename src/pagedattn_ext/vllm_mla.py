@@ -12,8 +12,8 @@ from torch import Tensor
 
 from . import ops
 from ._adapters import call_as, refuse_bools, scale_tensor
-from ._index_checks import check_indices
-from .ops._call import check_rank, check_tensors
+from ._index_checks import check_indices, num_seqs_of
+from .ops._call import check_rank, check_tensors, to_int
 
 __all__ = ["cp_gather_cache", "gather_and_maybe_dequant_cache", "mla_decode_kvcache_cpu"]
 
@@ -64,8 +64,14 @@ def cp_gather_cache(
         cu_seq_lens: int32 or int64 [batch_size + 1], where each sequence begins in dst, and the last ends.
         seq_starts: int32 or int64 [batch_size], the position of each sequence's first token; None is 0.
     """
-    places, rows = _gathered(cp_gather_cache, src_cache, dst, block_table, cu_seq_lens, seq_starts, batch_size)
-    dst[places] = rows.to(dst.dtype)
+    function = cp_gather_cache
+    check_tensors(function.__qualname__, src_cache=src_cache, dst=dst)
+    if dst.dtype != src_cache.dtype:
+        expected = f"{src_cache.dtype}, as src_cache"
+        raise TypeError(f"{function.__qualname__}: dst: expected {expected}, got {dst.dtype}")
+    num_seqs = to_int(function.__qualname__, "batch_size", batch_size)
+    is_token, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, num_seqs)
+    dst.copy_(torch.where(is_token, rows, dst))
 
 
 def gather_and_maybe_dequant_cache(
@@ -79,19 +85,31 @@ def gather_and_maybe_dequant_cache(
     scale: Tensor | float | None,
     seq_starts: Tensor | None = None,
 ) -> None:
-    """`cp_gather_cache` of a cache that may be fp8, whose numbers times scale are the tokens. token_to_seq and
-    num_tokens have no effect."""
+    """`cp_gather_cache` of a cache that may be fp8, whose numbers times scale are the tokens, in any dtype of dst.
+    token_to_seq and num_tokens have no effect.
+
+    kv_cache_dtype: "auto" says that the cache is not fp8; the others, which fp8 it is: of that dtype, or uint8.
+    """
     function = gather_and_maybe_dequant_cache
+    check_tensors(function.__qualname__, src_cache=src_cache, dst=dst)
     if kv_cache_dtype != "auto" and kv_cache_dtype not in FP8:
         expected = f"one of auto, {', '.join(FP8)}"
         raise ValueError(f"{function.__qualname__}: kv_cache_dtype: expected {expected}, got {kv_cache_dtype!r}")
     factor = scale_tensor(function, "scale", scale)
-    if kv_cache_dtype != "auto" and src_cache.dtype == torch.uint8:
+    if kv_cache_dtype == "auto":
+        if src_cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            expected = "float32, float16 or bfloat16 with kv_cache_dtype 'auto'"
+            raise TypeError(f"{function.__qualname__}: src_cache: expected {expected}, got {src_cache.dtype}")
+    elif src_cache.dtype in (torch.uint8, FP8[kv_cache_dtype]):
         src_cache = src_cache.view(FP8[kv_cache_dtype])
-    places, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, len(cu_seq_lens) - 1)
-    if rows.dtype.itemsize == 1:
-        rows = rows.float() if factor is None else rows.float() * factor
-    dst[places] = rows.to(dst.dtype)
+    else:
+        expected = f"uint8 or {FP8[kv_cache_dtype]} with kv_cache_dtype {kv_cache_dtype!r}"
+        raise TypeError(f"{function.__qualname__}: src_cache: expected {expected}, got {src_cache.dtype}")
+    num_seqs = num_seqs_of(function, "cu_seq_lens", cu_seq_lens)
+    is_token, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, num_seqs)
+    if kv_cache_dtype != "auto":
+        rows = rows.float() if factor is None else rows.float() * factor.to(rows.device)
+    dst.copy_(torch.where(is_token, rows.to(dst.dtype), dst))
 
 
 def _gathered(
@@ -103,9 +121,10 @@ def _gathered(
     seq_starts: Tensor | None,
     num_seqs: int,
 ) -> tuple[Tensor, Tensor]:
-    """The rows of dst that are to be written, and what they get, in the cache's dtype."""
+    """Which rows of dst are to be written [len(dst), 1], and what they get, in the cache's dtype; the others get
+    anything. To leave the others out is to wait for a GPU."""
     name = function.__qualname__
-    check_tensors(name, src_cache=src_cache, dst=dst, block_table=block_table, cu_seq_lens=cu_seq_lens)
+    check_tensors(name, block_table=block_table, cu_seq_lens=cu_seq_lens)
     check_rank(name, "src_cache", src_cache, 3)
     check_indices(function, "cu_seq_lens", cu_seq_lens, num_seqs + 1)
     num_blocks, block_size, entry_size = src_cache.shape
@@ -120,7 +139,9 @@ def _gathered(
         function, names, ops.compute_slot_mapping, positions, block_table, block_size, num_blocks,
         batch_indices=sequences,
     )  # fmt: skip
-    places = (slots >= 0).nonzero().squeeze(1)  # behind them is padding
-    slots = slots[places]
+    is_token = (slots >= 0)[:, None]  # behind them is padding
+    if num_blocks * block_size == 0:
+        return is_token, dst.to(src_cache.dtype)
+    slots = slots.clamp(min=0)
     memory = src_cache.view(torch.uint8) if src_cache.dtype.itemsize == 1 else src_cache
-    return places, memory[slots // block_size, slots % block_size].view(src_cache.dtype)
+    return is_token, memory[slots // block_size, slots % block_size].view(src_cache.dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
-from pagedattn_ext._adapters import call_as, refuse_gradients, starts_of_runs
+from pagedattn_ext._adapters import call_as, check_real, refuse_gradients, starts_of_runs, to_fp32
 from pagedattn_ext._index_checks import check_indices, values_are_checked
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
@@ -33,7 +33,7 @@ def causal_conv1d_fn(
         weight: [dim, width].
         bias: [dim].
         seq_idx: int32 [batch, seq_len], a number for the rows of each sequence in x, which lie side by side; -1 is
-            padding, whose result is zeros. Not together with initial_states or return_final_states.
+            padding, whose result is zeros. Not together with initial_states, return_final_states or final_states_out.
         initial_states: [batch, dim, width - 1], the rows before x; None is zeros.
         final_states_out: [batch, dim, width - 1], memory for the final states.
         activation: None, "silu" or "swish".
@@ -44,14 +44,17 @@ def causal_conv1d_fn(
     num_seqs, dim, _ = x.shape
     starts = None
     if seq_idx is not None:
-        if initial_states is not None or return_final_states:
-            given = "return_final_states" if initial_states is None else "initial_states"
-            raise ValueError(f"causal_conv1d_fn: seq_idx: expected None with {given}, got a tensor")
+        of_batch = {"initial_states": initial_states, "final_states_out": final_states_out}
+        given = [name for name, states in of_batch.items() if states is not None]
+        given += ["return_final_states"] if return_final_states else []
+        if given:
+            raise ValueError(f"causal_conv1d_fn: seq_idx: expected None with {given[0]}, got a tensor")
         starts = starts_of_runs(causal_conv1d_fn, "seq_idx", seq_idx, (x.shape[0], x.shape[2]))
         num_seqs = len(starts) - 1
     states = x.new_zeros(num_seqs, max(weight.shape[1] - 1, 0), dim).transpose(1, 2)
     if initial_states is not None:
         _check_shape(causal_conv1d_fn, "initial_states", initial_states, states)
+        check_real(causal_conv1d_fn, "initial_states", initial_states)
         states.copy_(initial_states)
     out = _convolve(causal_conv1d_fn, x, states, weight, bias, activation, starts=starts)
     if seq_idx is not None:
@@ -121,7 +124,9 @@ def _update_rings(
         if values_are_checked(slots) and not all(-1 <= slot < num_slots for slot in slots.tolist()):
             expected = f"-1 (padding) to {num_slots - 1}"
             raise ValueError(f"{function.__qualname__}: conv_state_indices: expected {expected}, got {slots.tolist()}")
-        rings = conv_state[slots.clamp(min=0)]
+        if min(batch_size, num_slots) == 0:  # no sequences, or padding alone
+            return _convolve(function, x, conv_state, weight, bias, activation, slots)
+        before = rings = conv_state[slots.clamp(min=0)]
     ages = torch.arange(state_len, device=x.device)
     columns = ((cache_seqlens.long()[:, None] + ages) % max(state_len, 1))[:, None].expand(-1, dim, -1)
     states = rings.gather(2, columns)
@@ -130,9 +135,15 @@ def _update_rings(
     if slots is None:
         conv_state.copy_(rings)
     else:
-        is_padding = slots < 0
-        conv_state[slots[~is_padding]] = rings[~is_padding]
-        out.masked_fill_(is_padding[:, None, None], 0)
+        # To leave out what is padding is to wait for a GPU. So padding writes what another row of the batch writes, or
+        # the state that is there if there are no other rows.
+        is_padding = (slots < 0)[:, None, None]
+        other = slots.argmax().view(1)
+        rings = torch.where(is_padding, before, rings)
+        rings = torch.where(is_padding, rings.index_select(0, other), rings)
+        slots = torch.where(slots < 0, slots.index_select(0, other), slots).clamp(min=0)
+        conv_state[slots] = rings
+        out.masked_fill_(is_padding, 0)
     return out
 
 
@@ -151,7 +162,8 @@ def _convolve(
     check_tensors(function.__qualname__, weight=weight)
     batch_size, dim, seq_len = x.shape
     if weight.dtype != x.dtype or (bias is not None and bias.dtype != weight.dtype):
-        weight, bias = weight.float(), None if bias is None else bias.float()
+        weight = to_fp32(function, "weight", weight)
+        bias = None if bias is None else to_fp32(function, "bias", bias)
     rows = x.transpose(1, 2).reshape(batch_size * seq_len, dim)
     if dim > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()

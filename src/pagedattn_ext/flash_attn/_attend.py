@@ -62,7 +62,11 @@ def attend_pages(
     has_scales = extras.k_descale is not None or extras.v_descale is not None
     if extras.seqused_q is not None:
         return _of_used_rows(function, query, keys, starts, extras.seqused_q, options, extras._replace(seqused_q=None))
-    if query.dtype in FP8 or (has_scales and _scales_differ(extras)):
+    if (
+        query.dtype in FP8
+        or (has_scales and _scales_differ(extras))
+        or (new is not None and _are_in_fp8(new, key_cache))
+    ):
         return _scaled(function, query.flatten(0, -3), keys, starts, options, extras, new)
     if not _are_of_op(key_cache, value_cache):
         _check_widths(query, key_cache)
@@ -180,6 +184,11 @@ def _scales_differ(extras: Extras) -> bool:
     return not (is_one_scale(extras.k_descale) and is_one_scale(extras.v_descale))
 
 
+def _are_in_fp8(new: NewTokens, key_cache: Tensor) -> bool:
+    """Whether new tokens are the numbers of an fp8 cache."""
+    return new.key.dtype in FP8 and new.key.dtype == new.value.dtype == key_cache.dtype
+
+
 def _scaled(
     function: Function,
     query: Tensor,
@@ -220,12 +229,16 @@ def _scaled(
 def _scaled_new(function: Function, key_cache: Tensor, extras: Extras, new: NewTokens) -> NewTokens:
     """The new tokens divided by the scales of an fp8 cache. Those that are fp8 themselves are the cache's numbers."""
     key, value = new.key.flatten(0, -3), new.value.flatten(0, -3)
-    if key.dtype == value.dtype == key_cache.dtype and key.dtype in FP8:
+    if _are_in_fp8(new, key_cache):
         return NewTokens(key.float(), value.float(), new.starts)
     k_scale = _by_row(function, "k_descale", extras.k_descale, new.starts, key, key.shape[1])
     v_scale = _by_row(function, "v_descale", extras.v_descale, new.starts, value, value.shape[1])
     if key_cache.dtype not in FP8:
         return new
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype in FP8:
+            expected = f"no fp8, or {key_cache.dtype} of both, as the caches have"
+            raise TypeError(f"append_and_attend: {name}: expected {expected}, got {tensor.dtype}")
     return NewTokens(key.float() / k_scale, value.float() / v_scale, new.starts)
 
 

@@ -266,6 +266,7 @@ def flash_attn_with_kvcache(
             [num_blocks, block_size, num_kv_heads, head_size or head_size_v]. fp8 caches hold the element / k_descale.
             Where head_size is not head_size_v or no multiple of 16 bytes, the caches are copied at each call.
         k, v: new tokens, [batch, seqlen_new, num_kv_heads, head_size]; with cu_seqlens_k_new [total_new, ...].
+            If both have the dtype of fp8 caches, they are the caches' numbers, whatever the scales are.
         rotary_cos, rotary_sin: [max_position, rot_dim / 2]. New key j is rotated by position cache_seqlens + j, row i
             by cache_seqlens + i (by cache_seqlens alone if neither causal nor windowed). k and q stay as they are.
         cache_seqlens: the lengths before k and v are appended, an int or int32 [batch]; default the whole cache.
@@ -394,23 +395,23 @@ def _attend_behind_padding(
     """`attend_pages` without the first cache_leftpad [batch] tokens of each sequence of a cache."""
     k_cache, v_cache, block_table, cache_seqlens = keys
     num_blocks, page_size = k_cache.shape[:2]
-    num_seqs, pages = block_table.shape
-    num_slots = pages * page_size
+    num_seqs, num_slots = block_table.shape[0], block_table.shape[1] * page_size
     check_indices(function, "cache_leftpad", cache_leftpad, cache_seqlens.shape[0])
     seq_lens = cache_seqlens
     if new is not None:
         seq_lens = seq_lens + (1 if new.starts is None else new.starts.diff())
     # Tokens are pages. A copy, as of sequences that do not lie side by side, is copied back.
     caches = k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
-    in_pages = pages != 1  # a single page is consecutive tokens
-    first = torch.arange(num_seqs, device=query.device) if in_pages else block_table[:, 0]
-    first, num_tokens = first * num_slots, (num_seqs if in_pages else num_blocks) * num_slots
-    tables = ops.consecutive_block_tables(
-        first, first + num_slots, seq_lens, num_slots, num_tokens, left_padding=cache_leftpad
+    sequences = torch.arange(num_seqs, device=query.device)
+    first = sequences * num_slots
+    places = ops.consecutive_block_tables(  # of tokens, if all sequences had their pages side by side
+        first, first + num_slots, seq_lens, num_slots, num_seqs * num_slots, left_padding=cache_leftpad
     )
-    if in_pages:
-        places = tables.long().clamp(0, num_tokens - 1)  # behind the tokens of a sequence stands anything
-        tables = block_table.flatten().long()[places // page_size] * page_size + places % page_size
+    is_token = torch.arange(num_slots, device=query.device) < (seq_lens - cache_leftpad)[:, None]
+    tables = ops.compute_slot_mapping(
+        (places % max(num_slots, 1)).long().flatten(), block_table, page_size, num_blocks,
+        batch_indices=torch.where(is_token, sequences[:, None], -1).flatten(),
+    ).view(num_seqs, num_slots)  # fmt: skip
     keys = (*caches, tables, cache_seqlens - cache_leftpad)
     if "rotary_cos" in options:  # positions count the padding
         options = {"rotary_lens": cache_seqlens, **options}

@@ -46,6 +46,7 @@ def append_paged_kv_cache(
     function = append_paged_kv_cache
     check_layout(function, kv_layout)
     key_cache, value_cache = pages_of(paged_kv_cache, kv_layout)
+    check_indices(function, "kv_last_page_len", kv_last_page_len)
     slots = call_as(
         function,
         NAMES,
@@ -90,16 +91,20 @@ def append_paged_mla_kv_cache(
                 f"{function.__qualname__}: {cache_name}: expected shape {expected} of {rows.dtype}, got "
                 f"{list(cache.shape)} of {cache.dtype}"
             )
-    names = NAMES | {"kv_cache": "ckv_cache", "kv_c": "append_ckv", "k_pe": "append_ckv"}
+    check_indices(function, "kv_last_page_len", kv_last_page_len)
     slots = call_as(
-        function, names, ops.compute_slot_mapping, positions, kv_indices, ckv_cache.shape[1], ckv_cache.shape[0],
+        function, NAMES, ops.compute_slot_mapping, positions, kv_indices, ckv_cache.shape[1], ckv_cache.shape[0],
         batch_indices=batch_indices, block_start_loc=kv_indptr, last_block_lens=kv_last_page_len.to(kv_indptr.dtype),
     )  # fmt: skip
     if len(slots) != len(append_ckv) or len(slots) != len(append_kpe):
         got = f"{len(append_ckv)} and {len(append_kpe)}"
         raise ValueError(f"{function.__qualname__}: append_ckv: expected {len(slots)} rows, as positions, got {got}")
-    for _, rows, _, cache in pairs:  # the op writes two parts side by side: here a row's first number, and the others
-        call_as(function, names, ops.concat_and_cache_mla, rows[:, :1], rows[:, 1:], cache, slots)
+    for written in (slice(0), slice(None)):  # no row first: both pairs are checked before anything is written
+        for rows_name, rows, cache_name, cache in pairs:
+            names = NAMES | {"kv_cache": cache_name, "kv_c": rows_name, "k_pe": rows_name}
+            # The op writes two parts side by side: here a row's first number, and the others.
+            parts = rows[written, :1], rows[written, 1:]
+            call_as(function, names, ops.concat_and_cache_mla, *parts, cache, slots[written])
 
 
 def write_slots(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext._adapters import refuse_gradients
-from pagedattn_ext.mamba_ssm._scan import scan
+from pagedattn_ext.mamba_ssm._scan import check_shape, scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 NAMES = {"input": "u", "dt": "delta", "dt_bias": "delta_bias"}
@@ -41,6 +41,7 @@ def selective_scan_fn(
     for name, tensor in (("u", u), ("delta", delta)):
         check_rank(function.__qualname__, name, tensor, 3)
     check_rank(function.__qualname__, "A", A, 2)
+    check_shape(function, "z", z, u.shape)
     batch_size, dim, seq_len = u.shape
     is_constant = 2 in (B.dim(), C.dim())
     B, C = (tensor.unsqueeze(1) if tensor.dim() == 3 else tensor for tensor in (B, C))

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from pagedattn_ext._adapters import packed_rows, refuse_gradients
-from pagedattn_ext.mamba_ssm._scan import scan
+from pagedattn_ext._adapters import packed_rows, refuse_gradients, to_fp32
+from pagedattn_ext.mamba_ssm._scan import check_shape, scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 
@@ -37,6 +37,7 @@ def selective_state_update(
     function = selective_state_update
     check_tensors(function.__qualname__, state=state, x=x, dt=dt, A=A, B=B, C=C)
     refuse_gradients(function, state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    check_shape(function, "z", z, x.shape)
     if x.dim() == 2:  # of Mamba 1
         state, x, dt, B, C = (tensor.unsqueeze(1) for tensor in (state, x, dt, B, C))
         z, D, dt_bias = (
@@ -51,7 +52,7 @@ def selective_state_update(
     of_channels = {name: tensor for name, tensor in (("D", D), ("dt_bias", dt_bias)) if tensor is not None}
     for name, tensor in of_channels.items():
         check_rank(function.__qualname__, name, tensor, 2)
-    states = packed_rows(state.float())
+    states = packed_rows(to_fp32(function, "state", state))
     if x.shape[2] != 1 and (A.stride()[1:] != (0, 0) or any(t.stride(-1) != 0 for t in (dt, *of_channels.values()))):
         # Each channel is a head of its own.
         x_rows, z_rows = x.flatten(1).unsqueeze(2), None if z is None else z.flatten(1).unsqueeze(2)
@@ -65,6 +66,6 @@ def selective_state_update(
         function, x_rows, dt, A, B, C, view, D, z_rows, dt_bias,
         dt_softplus=dt_softplus, state_indices=state_batch_indices,
     )  # fmt: skip
-    if states.data_ptr() != state.data_ptr():
+    if states is not state:
         state.copy_(states)
     return out.view(x.shape)

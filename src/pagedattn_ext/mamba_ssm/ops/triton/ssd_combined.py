@@ -14,7 +14,7 @@ from pagedattn_ext._adapters import (
     states_before,
     to_fp32,
 )
-from pagedattn_ext.mamba_ssm._scan import scan
+from pagedattn_ext.mamba_ssm._scan import check_shape, scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 
@@ -61,6 +61,11 @@ def mamba_chunk_scan_combined(
     refuse_gradients(function, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states)
     for name, tensor, rank in (("x", x, 4), ("dt", dt, 3), ("B", B, 4), ("C", C, 4)):
         check_rank(function.__qualname__, name, tensor, rank)
+    check_shape(function, "z", z, x.shape)
+    try:
+        least, greatest = dt_limit
+    except (TypeError, ValueError):
+        raise ValueError(f"{function.__qualname__}: dt_limit: expected (least, greatest), got {dt_limit!r}") from None
     if cu_seqlens is None:
         expect_defaults(function, return_varlen_states=return_varlen_states)
     else:
@@ -71,10 +76,9 @@ def mamba_chunk_scan_combined(
     if seq_idx is not None and cu_seqlens is None and x.shape[1] > 0:
         of_batch, starts = states, starts_of_runs(function, "seq_idx", seq_idx, (x.shape[0], x.shape[1]))
         first = (starts[:-1] % x.shape[1] == 0).nonzero().squeeze(1)  # of each of the batch
-        last = torch.cat([first[1:], first.new_tensor([len(starts) - 1])]) - 1
+        last = (starts[1:] % x.shape[1] == 0).nonzero().squeeze(1)
         states = x.new_zeros(len(starts) - 1, *of_batch.shape[1:], dtype=torch.float32)
         states[first] = of_batch
-    least, greatest = dt_limit
     x_rows, dt_rows, b_rows, c_rows = (tensor.flatten(0, 1) for tensor in (x, dt, B, C))
     z_rows = None if z is None else z.flatten(0, 1)
     options: dict[str, Any] = dict(
@@ -83,19 +87,12 @@ def mamba_chunk_scan_combined(
     if D is None or D.dim() != 2:
         out = scan(function, x_rows, dt_rows, A, b_rows, c_rows, states, D, z_rows, dt_bias, **options)
     else:
-        _check_shape("D", D, x.shape[2:])
+        check_shape(function, "D", D, x.shape[2:])
         rows, D = to_fp32(function, "x", x_rows), to_fp32(function, "D", D)
         out = scan(function, rows, dt_rows, A, b_rows, c_rows, states, None, None, dt_bias, **options) + rows * D
         if z_rows is not None:
-            _check_shape("z", z_rows, x_rows.shape)
             out = out * nn.functional.silu(to_fp32(function, "z", z_rows))
         out = out.to(x.dtype)
     out = out.view(x.shape)
     states = states if last is None else states[last]
     return (out, states) if return_final_states or return_varlen_states else out
-
-
-def _check_shape(name: str, tensor: Tensor, shape: torch.Size) -> None:
-    if tensor.shape != shape:
-        expected, got = list(shape), list(tensor.shape)
-        raise ValueError(f"{mamba_chunk_scan_combined.__qualname__}: {name}: expected shape {expected}, got {got}")
