@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -152,6 +152,16 @@ def sequences_of_rows(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     return ops.batch_positions(starts, torch.zeros_like(starts[1:]), num_rows)
 
 
+def check_shape(function: Callable[..., Any], name: str, tensor: Tensor | None, shape: Sequence[int]) -> None:
+    """For what the op does not see as it came. None has any shape."""
+    if tensor is None:
+        return
+    _call.check_tensors(function.__qualname__, **{name: tensor})
+    if tensor.shape != shape:
+        expected, got = list(shape), list(tensor.shape)
+        raise ValueError(f"{function.__qualname__}: {name}: expected shape {expected}, got {got}")
+
+
 def check_real(function: Callable[..., Any], name: str, tensor: Tensor) -> None:
     """For what is copied into another dtype: torch would drop what is imaginary."""
     if tensor.is_complex():
@@ -197,9 +207,7 @@ def starts_of_runs(function: Callable[..., Any], name: str, numbers: Tensor, sha
 
     numbers: int32 or int64 [batch, seq_len], this shape.
     """
-    _call.check_tensors(function.__qualname__, **{name: numbers})
-    if numbers.shape != shape:
-        raise ValueError(f"{function.__qualname__}: {name}: expected shape {list(shape)}, got {list(numbers.shape)}")
+    check_shape(function, name, numbers, shape)
     check_indices(function, name, numbers.flatten())
     begins = torch.ones_like(numbers, dtype=torch.bool)
     begins[:, 1:] = numbers[:, 1:] != numbers[:, :-1]
@@ -212,7 +220,6 @@ def states_before(
     """fp32 memory of this shape for an op to update, with the given states in it, or zeros."""
     if states is None:
         return like.new_zeros(shape, dtype=torch.float32)
-    if states.shape != shape:
-        raise ValueError(f"{function.__qualname__}: {name}: expected shape {list(shape)}, got {list(states.shape)}")
+    check_shape(function, name, states, shape)
     check_real(function, name, states)
     return states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
-from pagedattn_ext._adapters import call_as, check_real, refuse_gradients, starts_of_runs, to_fp32
+from pagedattn_ext._adapters import call_as, check_real, check_shape, refuse_gradients, starts_of_runs, to_fp32
 from pagedattn_ext._index_checks import check_indices, values_are_checked
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
@@ -53,14 +53,14 @@ def causal_conv1d_fn(
         num_seqs = len(starts) - 1
     states = x.new_zeros(num_seqs, max(weight.shape[1] - 1, 0), dim).transpose(1, 2)
     if initial_states is not None:
-        _check_shape(causal_conv1d_fn, "initial_states", initial_states, states)
+        check_shape(causal_conv1d_fn, "initial_states", initial_states, states.shape)
         check_real(causal_conv1d_fn, "initial_states", initial_states)
         states.copy_(initial_states)
     out = _convolve(causal_conv1d_fn, x, states, weight, bias, activation, starts=starts)
     if seq_idx is not None:
         out.masked_fill_((seq_idx < 0).unsqueeze(1), 0)
     if final_states_out is not None:
-        _check_shape(causal_conv1d_fn, "final_states_out", final_states_out, states)
+        check_shape(causal_conv1d_fn, "final_states_out", final_states_out, states.shape)
         states = final_states_out.copy_(states)
     return (out, states) if return_final_states else out
 
@@ -174,11 +174,3 @@ def _convolve(
         query_start_loc=starts, state_indices=slots,
     )  # fmt: skip
     return out.view(batch_size, seq_len, dim).transpose(1, 2)
-
-
-def _check_shape(function: Callable[..., Any], name: str, tensor: Tensor, expected: Tensor) -> None:
-    check_tensors(function.__qualname__, **{name: tensor})
-    if tensor.shape != expected.shape:
-        raise ValueError(
-            f"{function.__qualname__}: {name}: expected shape {list(expected.shape)}, got {list(tensor.shape)}"
-        )

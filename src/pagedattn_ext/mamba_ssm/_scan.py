@@ -1,6 +1,6 @@
 """The op behind all functions, with what it takes made of what mamba-ssm takes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -10,13 +10,6 @@ from pagedattn_ext._adapters import call_as, in_one_dtype, packed_rows, to_fp32
 
 NAMES = {"input": "x", "states": "state", "state_indices": "state_batch_indices"}
 NAMES |= {"dt_min": "dt_limit", "dt_max": "dt_limit"}
-
-
-def check_shape(function: Callable[..., Any], name: str, tensor: Tensor | None, shape: Sequence[int]) -> None:
-    """For what is reshaped before the op sees it."""
-    if tensor is not None and tensor.shape != shape:
-        expected, got = list(shape), list(tensor.shape)
-        raise ValueError(f"{function.__qualname__}: {name}: expected shape {expected}, got {got}")
 
 
 def scan(

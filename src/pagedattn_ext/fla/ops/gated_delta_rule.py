@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pagedattn_ext import ops
 from pagedattn_ext._adapters import (
     call_as,
+    check_shape,
     expect_defaults,
     in_one_dtype,
     packed_rows,
@@ -171,11 +172,8 @@ def _decay(function: Callable[..., Any], g: Tensor, A_log: Tensor | None, dt_bia
     check_tensors(function.__qualname__, A_log=A_log)
     assert A_log is not None
     dt_bias = torch.zeros_like(A_log) if dt_bias is None else dt_bias
-    check_tensors(function.__qualname__, dt_bias=dt_bias)
     for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if tensor.shape != g.shape[2:]:
-            expected, got = list(g.shape[2:]), list(tensor.shape)
-            raise ValueError(f"{function.__qualname__}: {name}: expected shape {expected}, got {got}")
+        check_shape(function, name, tensor, g.shape[2:])
     named = {"g": g, "A_log": A_log, "dt_bias": dt_bias}
     g, A_log, dt_bias = (to_fp32(function, name, tensor) for name, tensor in named.items())
     return -A_log.exp() * nn.functional.softplus(g + dt_bias)

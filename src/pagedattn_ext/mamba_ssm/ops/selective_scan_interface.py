@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedattn_ext._adapters import refuse_gradients
-from pagedattn_ext.mamba_ssm._scan import check_shape, scan
+from pagedattn_ext._adapters import check_shape, refuse_gradients
+from pagedattn_ext.mamba_ssm._scan import scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 NAMES = {"input": "u", "dt": "delta", "dt_bias": "delta_bias"}

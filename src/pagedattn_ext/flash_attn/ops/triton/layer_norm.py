@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_ext._adapters import expect_defaults, refuse_gradients
+from pagedattn_ext._adapters import check_shape, expect_defaults, refuse_gradients
 from pagedattn_ext.ops._call import check_tensors
 
 
@@ -147,5 +147,4 @@ class RMSNorm(nn.Module):
 
 def _check_shapes(function: Callable[..., Any], shape: torch.Size, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != shape:
-            raise ValueError(f"{function.__name__}: {name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+        check_shape(function, name, tensor, shape)

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from pagedattn_ext._adapters import packed_rows, refuse_gradients, to_fp32
-from pagedattn_ext.mamba_ssm._scan import check_shape, scan
+from pagedattn_ext._adapters import check_shape, packed_rows, refuse_gradients, to_fp32
+from pagedattn_ext.mamba_ssm._scan import scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 

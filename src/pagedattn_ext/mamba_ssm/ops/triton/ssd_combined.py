@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext._adapters import (
+    check_shape,
     expect_defaults,
     refuse_gradients,
     sequences_of_batch,
@@ -14,7 +15,7 @@ from pagedattn_ext._adapters import (
     states_before,
     to_fp32,
 )
-from pagedattn_ext.mamba_ssm._scan import check_shape, scan
+from pagedattn_ext.mamba_ssm._scan import scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 
