@@ -128,8 +128,8 @@ async def tokenize(
 
 
 def checked_texts(texts: list[str], body: PoolingBody, service: Service, param: str) -> list[str]:
-    """The texts, or of each what the tokens may stand for that the request wants of it. Raises ApiError for texts that
-    would keep the tokenizer too long."""
+    """The texts. If the request keeps some tokens of each text, the text is cut first: no model takes tokens of more
+    characters. Raises ApiError for texts that would keep the tokenizer too long."""
     check_number(len(texts), param)
     if body.truncate_prompt_tokens is not None:
         most = service.max_characters
