@@ -29,7 +29,8 @@ class StructuredOutput:
     json_object: any JSON object.
     regex: a regular expression (Rust's, without look-around) that the whole output matches.
     choice: the output is one of these texts; kept as a tuple of non-empty strings.
-    grammar: a context-free grammar in llguidance's variant of Lark.
+    grammar: a context-free grammar in llguidance's variant of Lark, or in EBNF: rules `name ::= ...`, one of them
+        `root`.
     structural_tag: text with parts that are held to a form, from where a part begins. In XGrammar's words, as a dict or
         its JSON; kept as a string. docs/serving.md has the types of formats.
     whitespace_pattern: for JSON, a regular expression for the space between two parts; "" allows none. Default: any

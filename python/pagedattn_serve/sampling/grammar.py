@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from pagedattn_serve.errors import ArgumentError, ArgumentImportError, how_to_install
 from pagedattn_serve.sampling import json_schema, structural_tag
+from pagedattn_serve.sampling.ebnf import as_lark
 from pagedattn_serve.sampling.structural_tag import PartKind
 from pagedattn_serve.structured_output import StructuredOutput
 
@@ -127,7 +128,7 @@ def _compile(tokens: _Tokens, form: StructuredOutput) -> Any:
 def _compile_structural_tag(tokens: _Tokens, form: StructuredOutput) -> Any:
     def part_grammar(kind: PartKind, value: Any) -> dict[str, Any]:
         if kind is PartKind.GRAMMAR:
-            return {"lark_grammar": value}
+            return {"lark_grammar": as_lark(value)}
         if kind is PartKind.REGEX:
             grammar = _grammar(StructuredOutput(regex=value))
         else:
@@ -176,7 +177,7 @@ def _grammar(form: StructuredOutput) -> str:
     if form.regex is not None:
         return LLMatcher.grammar_from_regex(form.regex)
     if form.grammar is not None:
-        return LLMatcher.grammar_from_lark(form.grammar)
+        return LLMatcher.grammar_from_lark(as_lark(form.grammar))
     if form.choice is not None:
         # One terminal, because llguidance follows at most 2,000 rules at once.
         return LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, form.choices)))

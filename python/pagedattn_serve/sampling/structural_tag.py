@@ -1,7 +1,8 @@
 """Structural tags as a grammar: text with parts that are held to a form, from where a part begins.
 
-A structural tag is JSON, in XGrammar's words: a tree of formats, each an object with a `type`. An added token of the
-tokenizer, such as `<tool_call>`, may come as the token or as its text, wherever a format has its text.
+A structural tag is JSON, in XGrammar's words: a tree of formats, each an object with a `type`; or in its older words,
+triggers and structures. An added token of the tokenizer, such as `<tool_call>`, may come as the token or as its text,
+wherever a format has its text.
 """
 
 import json
@@ -89,9 +90,25 @@ def grammars(
     root = json.loads(text)
     if not isinstance(root, dict) or root.get("type") != "structural_tag":
         raise ValueError('expected {"type": "structural_tag", "format": ...}')
+    form = _triggered_tags(root) if "structures" in root and "format" not in root else root.get("format")
     compiler = _Compiler(added_tokens, in_text, grammar_of)
-    compiler.lines.append(f"start: {compiler.format('format', root.get('format'))}")
+    compiler.lines.append(f"start: {compiler.format('format', form)}")
     return {"name": "start", "lark_grammar": "\n".join(compiler.lines)}, compiler.parts
+
+
+def _triggered_tags(root: dict[str, Any]) -> dict[str, Any]:
+    """The format that a structural tag of triggers and structures means."""
+    structures, tags = root["structures"], []
+    if not isinstance(structures, list):
+        raise ValueError(f"structures: expected a list, got {type(structures).__name__}")
+    for i, structure in enumerate(structures):
+        if not isinstance(structure, dict) or "schema" not in structure:
+            raise ValueError(
+                f'structures[{i}]: expected {{"begin": ..., "schema": ..., "end": ...}}, got {structure!r}'
+            )
+        content = {"type": "json_schema", "json_schema": structure["schema"]}
+        tags.append({"type": "tag", "begin": structure.get("begin"), "content": content, "end": structure.get("end")})
+    return {"type": "triggered_tags", "triggers": root.get("triggers"), "tags": tags}
 
 
 class _Compiler:

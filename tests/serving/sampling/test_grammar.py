@@ -131,6 +131,53 @@ def test_a_form_that_cannot_be_held_to(compiler: GrammarCompiler, fields: dict[s
     assert (caught.value.argument, caught.value.expected) == ("structured_output", expected)
 
 
+@pytest.mark.parametrize(
+    ("ebnf", "right", "wrong"),
+    [
+        # Rules that never come to themselves are one expression: a lexer that takes the longest would refuse this.
+        ('root ::= [a-z]* "end" # or\n', ["end", "endxend"], ["en", "endx"]),
+        (
+            'root ::= sum\nsum ::= term\n  | sum "+" term\nterm ::= [a-z]+ | "(" sum ")"',
+            ["a", "a+(b+cc)"],
+            ["a+", "(a"],
+        ),
+        (r'root ::= "\x41\u00e9\U0001F600\t\"\\/" [\]^\-/][a-][^a] .', ['Aé😀\t"\\/]-\n\n', 'Aé😀\t"\\/^ab '], ["A"]),
+        (
+            'root ::= a-b c_D\na-b::="x"\nc_D ::= "y"{2} ("z"{1,} | ) | "v"{1,2} | () "w" |',
+            ["xyy", "xyyzz", "xvv", "xw", "x"],
+            ["xy", "xvvv"],
+        ),
+    ],
+)
+def test_ebnf(
+    compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerBase, ebnf: str, right: list[str], wrong: list[str]
+) -> None:
+    """Also as a part of a structural tag."""
+    tag = {"type": "structural_tag", "format": {"type": "grammar", "grammar": ebnf}}
+    for form in (StructuredOutput(grammar=ebnf), StructuredOutput(structural_tag=tag)):
+        for text, is_right in [*((text, True) for text in right), *((text, False) for text in wrong)]:
+            matcher = compiler.matcher(form).advance([]).deep_copy()
+            token_ids = ids(tokenizer, text)
+            follows = matcher.validate_tokens(token_ids) == len(token_ids) and matcher.consume_tokens(token_ids)
+            assert (follows and matcher.is_accepting()) == is_right, text
+
+
+@pytest.mark.parametrize(
+    ("ebnf", "reason"),
+    [
+        ('root ::= "a"\nb ::= (= "c")', r"line 2 of EBNF: expected a part of a rule, got '= \"c\"\)'"),
+        ('a ::= "a"', "expected a rule root, got a"),
+        ("root ::= a", "rule root: expected names of rules, got a"),
+        ('root ::= "a"\nroot ::= "b"', "rule root: expected one rule of this name, got two"),
+        ('"a"\nroot ::= "a"', 'expected a rule of EBNF first, as in root ::= ..., got "a"'),
+        (r'root ::= "\U00ffffff"', "chr"),
+    ],
+)
+def test_what_is_no_ebnf(compiler: GrammarCompiler, ebnf: str, reason: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"a form \(grammar\) that an output can be held to, got {reason}"):
+        compiler.matcher(StructuredOutput(grammar=ebnf))
+
+
 def test_references_in_a_row_do_not_end_the_process(compiler: GrammarCompiler) -> None:
     """On a thread's usual stack, llguidance overruns it."""
     size, lines = 0, ["start: a0"]

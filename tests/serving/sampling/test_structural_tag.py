@@ -137,6 +137,24 @@ def test_white_space_of_json(compiler: GrammarCompiler, tokenizer: PreTrainedTok
         assert (matcher.validate_tokens(token_ids) == len(token_ids)) == is_right
 
 
+def test_the_older_words(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Text, but from a trigger on one of the structures that begin with it."""
+    structures = [{"begin": f"<{name}>", "schema": {"const": i}, "end": f"</{name}>"} for i, name in enumerate("ab")]
+    form = {"type": "structural_tag", "structures": structures, "triggers": ["<"]}
+    for text, is_right in (("x<a>0</a><b>1</b>y", True), ("x", True), ("<a>1", False), ("<c>", False)):
+        token_ids = tokenizer(text).input_ids
+        matcher = compiler.matcher(StructuredOutput(structural_tag=form)).advance([])
+        assert (matcher.validate_tokens(token_ids) == len(token_ids)) == is_right, text
+    for wrong, message in (
+        ({**form, "structures": {}}, "structures: expected a list, got dict"),
+        ({**form, "structures": [{"begin": "<"}]}, r'structures\[0\]: expected {"begin": ..., "schema": ...,'),
+        ({**form, "structures": [{"schema": {}, "begin": "<"}]}, r"format.tags\[0\].end: expected a string, got None"),
+        ({**form, "triggers": None}, "format.triggers: expected a list of one at least, got None"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            compiler.matcher(StructuredOutput(structural_tag=wrong))
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [

@@ -23,7 +23,7 @@ STATUSES = {
     401: "no API key, or a wrong one",
     404: "no such model",
     413: "the body is too large",
-    415: "the body is not announced as JSON",
+    415: "the body is not announced as JSON, or compressed",
     429: "too many requests wait; Retry-After says for how many seconds to wait",
     500: "the request failed",
     503: "the engine does not run",

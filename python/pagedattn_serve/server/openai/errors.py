@@ -105,6 +105,9 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
+        encoding = request.headers.get("content-encoding")
+        if error.status_code == 400 and encoding is not None:
+            return error_response(ApiError(415, f"Content-Encoding: expected none, got {_short(encoding)}"))
         if error.status_code == 400:  # what json.loads raises other than JSONDecodeError
             num_digits = sys.get_int_max_str_digits()
             message = (

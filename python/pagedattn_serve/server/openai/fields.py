@@ -92,18 +92,26 @@ class JsonSchema(Body):
     strict: bool | None = None
 
 
+OF_STRUCTURAL_TAGS = ("format", "structures", "triggers")
+
+
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     format: dict[str, Any] | None = Field(None, description="of a structural tag, as in structured_outputs")
+    structures: list[dict[str, Any]] | None = Field(None, description="with triggers, in place of format")
+    triggers: list[str] | None = None
 
     @model_validator(mode="after")
     def _check_type(self) -> Self:
-        for name, of_type in (("json_schema", "json_schema"), ("format", "structural_tag")):
+        for name in ("json_schema", *OF_STRUCTURAL_TAGS):
+            of_type = "structural_tag" if name in OF_STRUCTURAL_TAGS else "json_schema"
             if getattr(self, name) is not None and self.type != of_type:
                 raise ValueError(
                     f"response_format: expected {name} beside the type {of_type} alone, got it with {self.type}"
                 )
+        if self.format is not None and self.structures is not None:
+            raise ValueError("response_format: expected format or structures, got both")
         return self
 
 
@@ -117,6 +125,9 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     structural_tag: dict[str, Any] | str | None = None
     whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = Field(None, description="true is the whitespace_pattern of no white space")
+    disable_additional_properties: Literal[False] | None = None
+    disable_fallback: bool | None = Field(None, description="without effect: one library compiles each form")
 
 
 class Prediction(Body):
@@ -228,6 +239,8 @@ class SamplingBody(Body):
     guided_regex: str | None = None
     guided_choice: Annotated[Texts, Field(max_length=MAX_CHARACTERS)] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = Field(None, description="of guided_json and response_format")
+    guided_decoding_backend: str | None = Field(None, description="without effect: one library compiles each form")
 
 
 class CompletionRequest(SamplingBody):
@@ -375,25 +388,26 @@ def _structured_output(body: SamplingBody) -> StructuredOutput | None:
     name = form_field(body)
     if name is None:
         return None
+    space = BOUNDED_SPACE if body.guided_whitespace_pattern is None else body.guided_whitespace_pattern
     try:
         if name == "guided_json":
-            return StructuredOutput(json=body.guided_json, whitespace_pattern=BOUNDED_SPACE)
+            return StructuredOutput(json=body.guided_json, whitespace_pattern=space)
         if body.structured_outputs is not None:
             given = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
-            if {"json", "json_object", "structural_tag"} & given.keys():
+            if {"json", "structural_tag"} & given.keys() or given.get("json_object"):
                 given.setdefault("whitespace_pattern", BOUNDED_SPACE)
             return StructuredOutput(**given)
         if name != "response_format":
             return StructuredOutput(**{name.removeprefix("guided_"): getattr(body, name)})
         assert body.response_format is not None
         if body.response_format.type == "json_object":
-            return StructuredOutput(json_object=True, whitespace_pattern=BOUNDED_SPACE)
+            return StructuredOutput(json_object=True, whitespace_pattern=space)
         if body.response_format.type == "structural_tag":
-            tag = {"type": "structural_tag", "format": body.response_format.format}
-            return StructuredOutput(structural_tag=tag, whitespace_pattern=BOUNDED_SPACE)
+            tag = body.response_format.model_dump(include={"type", *OF_STRUCTURAL_TAGS}, exclude_none=True)
+            return StructuredOutput(structural_tag=tag, whitespace_pattern=space)
         form = body.response_format.json_schema
         if form is None or form.json_schema is None:
             raise ValueError('expected {"json_schema": {"schema": ...}} beside the type json_schema, got none')
-        return StructuredOutput(json=form.json_schema, whitespace_pattern=BOUNDED_SPACE)
+        return StructuredOutput(json=form.json_schema, whitespace_pattern=space)
     except (TypeError, ValueError) as error:
         raise ApiError(400, f"{name}: {error}", param=name) from None

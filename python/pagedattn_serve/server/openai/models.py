@@ -60,6 +60,7 @@ class DetokenizeResponse(TypedDict):
     prompt: str
 
 
+@router.get("/v1/models/", include_in_schema=False)  # else the model of no name
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(service: Annotated[Service, Depends(service_of)]) -> Response:
     """The one model."""

@@ -16,6 +16,7 @@ def test_the_model_is_listed(client: Any) -> None:
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 128)
     assert (model["root"], model["parent"]) == ("tiny", None)
     assert client.http.get("/v1/models/tiny").json() == model
+    assert client.http.get("/v1/models/").json() == listed
     assert client.error_of(client.http.get("/v1/models/a/b"))[0] == 404
 
 

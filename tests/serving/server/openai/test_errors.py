@@ -1,5 +1,6 @@
 """What cannot be done is refused: the right status, OpenAI's shape, and the field that is to blame."""
 
+import gzip
 import json
 import logging
 import re
@@ -346,6 +347,13 @@ def test_a_body_that_is_not_announced_as_json(client: Any, headers: dict[str, st
     """Any page in a browser may send these to a server on the same machine, and nothing else."""
     content = json.dumps({"prompt": BEGINNING})
     assert client.http.post(COMPLETIONS, content=content, headers=headers).status_code == 415
+
+
+def test_a_body_that_is_compressed(client: Any) -> None:
+    """Catches an error that says that the body is no JSON, which its sender knows to be JSON."""
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    response = client.http.post(COMPLETIONS, content=gzip.compress(b'{"prompt": "a"}'), headers=headers)
+    assert client.error_of(response) == (415, None, "Content-Encoding: expected none, got 'gzip'")
 
 
 @pytest.mark.parametrize(("path", "fields"), [(COMPLETIONS, {"prompt": BEGINNING}), (CHAT, {"messages": MESSAGES})])

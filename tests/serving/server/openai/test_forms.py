@@ -44,11 +44,20 @@ def test_the_other_forms(demo: Any, path: str) -> None:
     assert len(text) == 3
     assert text.isdigit()
     assert texts(demo, path, guided_json=json.dumps({"const": 5})) == ["5"]
-    assert texts(demo, path, guided_grammar='start: "a" "b"') == ["ab"]
+    for grammar in ('start: "a" "b"', 'root ::= "a" end\nend ::= [b]'):
+        assert texts(demo, path, guided_grammar=grammar, guided_decoding_backend="xgrammar") == ["ab"]
+    assert texts(demo, path, guided_json={"const": [5, 6]}, guided_whitespace_pattern="") == ["[5,6]"]
     assert texts(demo, path, response_format={"type": "text"}, guided_choice=["yes"]) == ["yes"]
     tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "ab"}}
     assert texts(demo, path, response_format=tag) == ["ab"]
+    structure = {"begin": "<a>", "schema": {"const": 5}, "end": "</a>"}
+    older_tag = {"type": "structural_tag", "structures": [structure], "triggers": ["<a"]}
+    for fields in ({"response_format": older_tag}, {"structured_outputs": {"structural_tag": older_tag}}):
+        demo.answer(path, **PROMPTS[path], max_tokens=1, **fields)
+    others_are_none = {"json_object": False, "disable_fallback": False, "disable_additional_properties": False}
     for form, text in (
+        ({"regex": "c{3}", "disable_any_whitespace": False, **others_are_none}, "ccc"),
+        ({"json": {"const": [5, 6]}, "disable_any_whitespace": True}, "[5,6]"),
         ({"regex": "c{3}"}, "ccc"),
         ({"choice": ["yes"]}, "yes"),
         ({"grammar": 'start: "a" "b"'}, "ab"),
@@ -84,6 +93,8 @@ def test_any_object(demo: Any) -> None:
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}}, "response_format"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}}, "response_format"),
+        ({"response_format": {"type": "json_object", "triggers": ["<"]}}, "response_format"),
         ({"response_format": {"type": "json_object", "format": {"type": "any_text"}}}, "response_format"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
         ({"guided_choice": ["a"], "use_beam_search": True, "n": 2}, "use_beam_search"),
