@@ -121,11 +121,11 @@ class LLMEngine:
             scheduler_config = limit_to_cache(scheduler_config, cache_config)
             seed = secrets.randbits(64) if model_config.seed is None else model_config.seed
             enforce_eager = model_config.enforce_eager
+            tables = TableArray(scheduler_config, cache_config)
             try:
                 if workers is not None:
                     workers.order_caches(cache_config, scheduler_config)
                     enforce_eager = enforce_eager or not workers.has_graphs
-                tables = TableArray(scheduler_config, cache_config)
                 model_runner = ModelRunner(causal_lm, cache_config, tables, device, seed, enforce_eager)
                 executor: BatchRunner = model_runner if workers is None else Executor(workers, model_runner)
                 scheduler = Scheduler(scheduler_config, cache_config, tables)

@@ -84,8 +84,9 @@ def test_small_tensors_share_huge_pages_and_do_not_overlap():
 
 
 def test_what_does_not_fit_in_memory():
-    with pytest.raises(MemoryError, match=f"^{1 << 50} bytes of memory on the CPU: "):
-        empty_huge_pages((1 << 50,), torch.uint8)
+    for num_bytes in (1 << 50, 1 << 64):  # more than there is, and more than addresses reach
+        with pytest.raises(MemoryError, match=f"^{num_bytes} bytes of memory on the CPU: "):
+            empty_huge_pages((num_bytes,), torch.uint8)
 
 
 def test_huge_pages_are_advised():
