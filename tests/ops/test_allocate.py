@@ -41,6 +41,14 @@ def test_defaults():
     assert key_cache.dtype == torch.float32 and key_cache.device.type == "cpu" and not key_cache.is_pinned()
 
 
+def test_padded_head_size():
+    assert [pagedattn_ext.padded_head_size(size, torch.float16) for size in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    with pytest.raises(ValueError, match=r"^padded_head_size: head_size: expected at least 0, got -3"):
+        pagedattn_ext.padded_head_size(-3, torch.float16)
+    with pytest.raises(TypeError, match=r"^padded_head_size: dtype: expected a torch\.dtype, got str"):
+        pagedattn_ext.padded_head_size(3, "float16")  # type: ignore[arg-type]
+
+
 def test_no_blocks_or_layers():
     assert pagedattn_ext.allocate_kv_cache(0, 2, 64)[0][1].shape == (0, 2, 64, 16)
     assert pagedattn_ext.allocate_kv_cache(5, 2, 64, num_layers=0) == []
