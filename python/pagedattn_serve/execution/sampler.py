@@ -110,7 +110,8 @@ class Sampler:
         if changed or structured:
             for i in host[:, 2].logical_not().nonzero()[:, 0].tolist():
                 if not math.isnan(output.logprobs[i]):
-                    no_token = ArgumentError("sampling_params", "a token to choose", "masks that leave none")
+                    causes = "logits_processors or masks" if rows[i].sampling_params.logits_processors else "masks"
+                    no_token = ArgumentError("sampling_params", "a token to choose", f"{causes} that leave none")
                     output.errors.setdefault(i, no_token)
         if searching:
             assert logprobs is not None
