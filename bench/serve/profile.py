@@ -82,7 +82,7 @@ def time_engine(engine: LLMEngine) -> Clock:
     clock.time(runner.sampler, "sample", "sampler")
     clock.time(runner, "prepare_inputs", "inputs")
     clock.time(engine.scheduler, "schedule", "scheduler")
-    clock.time(engine, "_append_tokens", "outputs")
+    clock.time(engine._requests, "append_tokens", "outputs")
     clock.time(engine, "step", STEP)
     return clock
 

@@ -172,10 +172,6 @@ struct ConsecutiveBlockTablesCheck {
   }
 };
 
-}  // namespace
-
-namespace {
-
 // num_tokens and where the tokens of each of num_seqs sequences begin.
 NewTokens new_tokens(const Door& door, const PositionNames& names, int64_t num_tokens, int64_t num_seqs,
                      const std::optional<Tensor>& start_loc) {

@@ -255,9 +255,16 @@ class CacheConfig:
         if self.prefix_cache_dir is not None:
             if not isinstance(self.prefix_cache_dir, str | PathLike):
                 raise ArgumentTypeError("prefix_cache_dir", "a path", type(self.prefix_cache_dir).__name__)
+            if self.prefix_cache_dir == "":  # as a shell makes of a variable that is not set; not the working directory
+                raise ArgumentError("prefix_cache_dir", "a directory", "an empty text")
             if not self.enable_prefix_caching:
                 raise ArgumentError("prefix_cache_dir", "None without prefix caching", self.prefix_cache_dir)
         check_kv_cache_dtype(self.kv_cache_dtype)
         if self.kv_cache_dtype == "int8" and self.block_size < 8:
             raise ArgumentError("block_size", "at least 8 with kv_cache_dtype int8", self.block_size)
         check_float("watermark", self.watermark, 0, 1, but=1)
+
+    @property
+    def swap_bytes(self) -> int:
+        """swap_space in bytes."""
+        return int(min(self.swap_space * (1 << 30), UNBOUNDED))  # an int holds no infinity

@@ -1,11 +1,10 @@
 """The engine: requests in, one step at a time, outputs out. It joins the scheduling side and the computing side."""
 
-import logging
 import os
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial, wraps
@@ -15,7 +14,7 @@ from pagedattn_serve.distributed.executor import Executor
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.distributed.workers import Workers
 from pagedattn_serve.engine_args import EngineArgs, takes_options
-from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, BadArgument
+from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.execution.block_store import BlockStore, open_block_store
 from pagedattn_serve.execution.cache_engine import HostMemoryError
 from pagedattn_serve.execution.engine_setup import (
@@ -28,7 +27,6 @@ from pagedattn_serve.execution.engine_setup import (
 )
 from pagedattn_serve.execution.fingerprint import fingerprint
 from pagedattn_serve.execution.model_runner import BatchRunner, ModelRunner
-from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.fingerprint import checkpoint_digest
 from pagedattn_serve.loading.generation_config import eos_token_ids, generation_defaults
@@ -38,17 +36,14 @@ from pagedattn_serve.models.partition import SINGLE
 from pagedattn_serve.outputs import CacheMap, EngineStats, RequestOutput, RequestState
 from pagedattn_serve.progress import Report
 from pagedattn_serve.requests.inputs import InputProcessor, Prompt, RequestArgs
-from pagedattn_serve.requests.pooling import PoolingRequest
-from pagedattn_serve.requests.request import Request, SampledToken
-from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
+from pagedattn_serve.requests.request import Request
+from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.scheduling.scheduler import Scheduler
-from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, SequenceGroup, TableArray
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, SequenceGroup, TableArray
 from pagedattn_serve.stored_prefixes import StoredPrefixes
 from pagedattn_serve.text.tokenizer import load_tokenizer, turn_end_token_ids
+from pagedattn_serve.unfinished_requests import UnfinishedRequests
 
-logger = logging.getLogger(__name__)
-
-FINAL_ONLY = RequestOutputKind.FINAL_ONLY
 OnLoading = Callable[[int, int, int], object]  # of a rank, how many weights are loaded, and the number of all
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,11 +116,11 @@ class LLMEngine:
             scheduler_config = limit_to_cache(scheduler_config, cache_config)
             seed = secrets.randbits(64) if model_config.seed is None else model_config.seed
             enforce_eager = model_config.enforce_eager
+            tables = TableArray(scheduler_config, cache_config)
             try:
                 if workers is not None:
                     workers.order_caches(cache_config, scheduler_config)
                     enforce_eager = enforce_eager or not workers.has_graphs
-                tables = TableArray(scheduler_config, cache_config)
                 model_runner = ModelRunner(causal_lm, cache_config, tables, device, seed, enforce_eager)
                 executor: BatchRunner = model_runner if workers is None else Executor(workers, model_runner)
                 scheduler = Scheduler(scheduler_config, cache_config, tables)
@@ -180,11 +175,10 @@ class LLMEngine:
         self._stored: StoredPrefixes | None = None
         if store is not None:
             self._stored = StoredPrefixes(store, scheduler.block_manager.prefixes, model_runner.cache_engine)
-        self._requests: dict[str, Request] = {}  # the unfinished ones, in order of arrival
+        self._requests = UnfinishedRequests(scheduler)
         self._batch: ScheduledBatch | None = None  # scheduled but not finished: the next step runs the batch
         self._is_broken = False  # requests, queues or blocks are half changed
         self._num_prompt_tokens = 0
-        self._num_output_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
         self._execute_seconds = 0.0
@@ -254,7 +248,7 @@ class LLMEngine:
         `Scheduler.add` refuses the request."""
         group = request.group
         self.scheduler.add(group)
-        self._requests[group.request_id] = request
+        self._requests.by_id[group.request_id] = request
         self._num_prompt_tokens += len(group.prompt_token_ids)
         stored, request.stored = request.stored, None
         # The blocks of a batch that failed are free, and still to be copied.
@@ -293,7 +287,7 @@ class LLMEngine:
         """
         started = time.monotonic()
         if self._batch is not None and not self.executor.can_run_again:
-            self._restart(self._requests)
+            self._restart(self._requests.by_id)
         if self._batch is None:
             self._batch = self.scheduler.schedule()
         scheduled = time.monotonic()
@@ -302,7 +296,7 @@ class LLMEngine:
         executed = time.monotonic()
         try:
             self.scheduler.mark_computed(batch, executed - scheduled)
-            outputs = self._append_tokens(batch, sampled)
+            outputs = self._requests.append_tokens(batch, sampled)
         except Exception:
             self._is_broken = True  # the batch cannot run again: some of its requests may have their tokens
             raise
@@ -325,11 +319,9 @@ class LLMEngine:
         if batch is not None:
             request_ids = {scheduled.sequence.request_id for scheduled in batch.sequences}
             request_ids.update(group.request_id for group in batch.outgrown)
-        failed = [request for request_id, request in self._requests.items() if request_id in request_ids]
-        self._restart(self._requests)
-        now = time.monotonic()
-        outputs = [self._fail(request, error, now) for request in failed]
-        self._forget_finished(outputs)
+        failed = [request for request_id, request in self._requests.by_id.items() if request_id in request_ids]
+        self._restart(self._requests.by_id)
+        outputs = self._requests.fail(failed, error)
         self._is_broken = False
         return outputs
 
@@ -341,7 +333,7 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         """Requests that wait or run."""
         self._settle()
-        return len(self._requests)
+        return len(self._requests.by_id)
 
     @overload
     def abort_request(self, request_id: str) -> RequestOutput | None: ...
@@ -363,15 +355,12 @@ class LLMEngine:
 
     @interruptible
     def _abort(self, request_id: str) -> RequestOutput | None:
-        request = self._requests.get(request_id)
+        request = self._requests.by_id.get(request_id)
         if request is None:
             return None
         if self._batch is not None:
-            self._restart(self._requests)  # because the request may be in the batch
-        del self._requests[request_id]
-        self.scheduler.abort(request_id)
-        request.metrics = replace(request.metrics, finished_time=time.monotonic())
-        return request.output()
+            self._restart(self._requests.by_id)  # because the request may be in the batch
+        return self._requests.abort(request)
 
     def check_health(self) -> None:
         """Raise ExecutorDeadError if a rank of the model has died. A step says that as well; this is for idle times."""
@@ -405,7 +394,7 @@ class LLMEngine:
             num_proposed_tokens=scheduler.num_proposed_tokens,
             num_accepted_tokens=scheduler.num_accepted_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=self._requests.num_output_tokens,
             num_steps=self._num_steps,
             step_seconds=self._step_seconds,
             execute_seconds=self._execute_seconds,
@@ -426,132 +415,6 @@ class LLMEngine:
             requests=tuple(map(_state, groups)),
         )
 
-    def _append_tokens(self, batch: ScheduledBatch, sampled: SamplerOutput) -> list[RequestOutput]:
-        for i, (begin, entries) in sampled.prompt_logprobs.items():
-            self._requests[batch.sequences[i].sequence.request_id].add_prompt_logprobs(begin, entries)
-        now = time.monotonic()
-        num_plain = 0 if sampled.errors else batch.num_plain  # each has one row
-        outputs = self._add_to_plain(batch.sequences[:num_plain], sampled, now)
-        outputs += self._add_to_others(batch.sequences[num_plain:], num_plain, sampled, now)
-        outputs += self._add_pooled(batch, sampled, now)
-        num_blocks = self.scheduler.block_manager.num_blocks
-        for group in batch.outgrown:
-            error = f"its sequences need more than all {num_blocks} blocks of the cache"
-            outputs.append(self._fail(self._requests[group.request_id], error, now))
-        self._forget_finished(outputs)
-        return outputs
-
-    def _add_to_plain(
-        self, decodes: list[ScheduledSequence], sampled: SamplerOutput, now: float
-    ) -> list[RequestOutput]:
-        """Add a token to each of the plain decodes. Returns what `step` returns of them."""
-        outputs = []
-        self._num_output_tokens += len(decodes)
-        requests, scheduler = self._requests, self.scheduler
-        for scheduled, token in zip(decodes, tokens_of(sampled), strict=False):
-            request = requests[scheduled.sequence.request_id]
-            try:
-                is_finished = request.add_token(token, scheduler)
-            except Exception as error:
-                self._num_output_tokens -= 1
-                self._end(request, error)
-                is_finished = True
-            if is_finished or request.output_kind is not FINAL_ONLY:
-                outputs.append(self._tell(request, now))
-        return outputs
-
-    def _add_to_others(
-        self,
-        others: list[ScheduledSequence],
-        first: int,
-        sampled: SamplerOutput,
-        now: float,
-    ) -> list[RequestOutput]:
-        """Add tokens to the groups of these sequences, whose rows begin with `first`. Returns what `step` returns of
-        the groups."""
-        if not others:
-            return []
-        requests: list[Request] = []
-        ends: list[int] = []  # where the rows of each request end
-        drafts_of: dict[Request, tuple[int, ...]] = {}
-        num_rows = first
-        last = None
-        for scheduled in others:
-            if scheduled.num_samples:
-                request = self._requests[scheduled.sequence.request_id]
-                num_rows += scheduled.num_samples
-                if scheduled.draft_token_ids:
-                    drafts_of[request] = scheduled.draft_token_ids
-                    num_rows += len(scheduled.draft_token_ids)
-                if request is last:
-                    ends[-1] = num_rows
-                else:
-                    requests.append(request)
-                    ends.append(num_rows)
-                    last = request
-        outputs = []
-        tokens = list(tokens_of(sampled))
-        for request, end in zip(requests, ends, strict=True):
-            drafts = drafts_of.get(request)
-            stop = end if drafts is None else first + num_verified(drafts, range(first, end), sampled)
-            if sampled.errors and (errors := [sampled.errors[i] for i in range(first, stop) if i in sampled.errors]):
-                request.fail(errors[0], self.scheduler)
-            else:
-                self._num_output_tokens += self._add_tokens(request, tokens[first:stop], drafts is not None)
-                if request.metrics.first_token_time is None:
-                    num_cached = request.group.num_cached_tokens
-                    request.metrics = replace(request.metrics, first_token_time=now, num_cached_tokens=num_cached)
-            if not request.group.sequences or request.output_kind is not FINAL_ONLY:
-                outputs.append(self._tell(request, now))
-            first = end
-        return outputs
-
-    def _add_pooled(self, batch: ScheduledBatch, sampled: SamplerOutput, now: float) -> list[RequestOutput]:
-        """Returns the outputs of the pooled requests whose prompts have ended."""
-        outputs = []
-        for i, pooled in sampled.pooled.items():
-            request = self._requests[batch.sequences[i].sequence.request_id]
-            assert isinstance(request, PoolingRequest)
-            try:
-                request.add_pooled(pooled, self.scheduler)
-            except FloatingPointError as error:
-                self._end(request, error)
-            if not request.group.sequences:
-                outputs.append(self._tell(request, now))
-        return outputs
-
-    def _tell(self, request: Request, now: float) -> RequestOutput:
-        """The output of a request that got tokens or has ended."""
-        if not request.group.sequences:
-            request.metrics = replace(request.metrics, finished_time=now)
-        return request.output()
-
-    def _fail(self, request: Request, error: str, now: float) -> RequestOutput:
-        request.fail(error, self.scheduler)
-        return self._tell(request, now)
-
-    def _forget_finished(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            if output.finished:
-                del self._requests[output.request_id]
-
-    def _add_tokens(self, request: Request, tokens: list[SampledToken], has_drafts: bool) -> int:
-        """Returns how many tokens were added. If the request fails, it ends, and all other requests go on."""
-        try:
-            if has_drafts:
-                return request.add_verified(tokens, self.scheduler)
-            return request.add_tokens(tokens, self.scheduler)
-        except Exception as error:
-            self._end(request, error)
-            return 0
-
-    def _end(self, request: Request, error: Exception) -> None:
-        """End a request with what its logits or its tokenizer have raised."""
-        text = error if isinstance(error, BadArgument) else f"{type(error).__name__}: {error}"
-        has_trace = not isinstance(error, FloatingPointError | BadArgument)  # their traces show nothing
-        logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
-        request.fail(text, self.scheduler)
-
     def _settle(self) -> None:
         """Begin anew after a call that was interrupted. If an interrupt comes here, the next call begins anew."""
         if self._is_broken:
@@ -560,28 +423,9 @@ class LLMEngine:
 
     def _restart(self, requests: dict[str, Request]) -> None:
         """Let these requests wait without blocks, whatever state things are in, and forget all other requests."""
-        self._requests = requests
+        self._requests.by_id = requests
         self._batch = None
         self.scheduler.restart([request.group for request in requests.values() if request.group.sequences])
-
-
-def tokens_of(sampled: SamplerOutput) -> Iterator[SampledToken]:
-    """The tokens, one after the other: as many tuples at once would call the garbage collector."""
-    return zip(sampled.token_ids, sampled.logprobs, sampled.top_logprobs, sampled.candidates, strict=True)
-
-
-def num_verified(drafts: tuple[int, ...], rows: range, sampled: SamplerOutput) -> int:
-    """How many rows of a sequence count: the first row, and the next row for as long as the drafts are what was drawn.
-
-    The tokens of these rows are drawn after true tokens, as if there were no drafts; each row has its own random
-    numbers, so that a seed gives the same tokens. A row with an error is left for the next step.
-    """
-    for i, row in enumerate(rows):
-        if row in sampled.errors:
-            return max(i, 1)
-        if i == len(drafts) or sampled.token_ids[row] != drafts[i]:
-            return i + 1
-    raise AssertionError(f"{len(drafts)} drafts, but {len(rows)} rows")
 
 
 def _state(group: SequenceGroup) -> RequestState:

@@ -356,7 +356,7 @@ def _score(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> Sco
 
 def list_prompts(prompts: Any | None, prompt_token_ids: Any | None) -> list[Prompt]:
     if (prompts is None) == (prompt_token_ids is None):
-        raise ArgumentError("prompts", "either prompts or prompt_token_ids")
+        raise ArgumentError("prompts", "either prompts or prompt_token_ids", "none" if prompts is None else "both")
     if prompt_token_ids is None:
         return split_prompts(prompts)
     if not isinstance(without_array(prompt_token_ids), list | tuple):

@@ -46,8 +46,9 @@ def _map(num_bytes: int) -> Tensor:
     """Memory that begins at a huge page and goes back to the system with the last tensor in it."""
     try:
         mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{num_bytes} bytes of memory on the CPU: {error.strerror}") from error
+    except (OSError, OverflowError) as error:  # an OverflowError is of more bytes than addresses reach
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise MemoryError(f"{num_bytes} bytes of memory on the CPU: {reason}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)

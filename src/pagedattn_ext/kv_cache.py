@@ -58,11 +58,12 @@ def allocate_kv_cache(
         if torch.device(device).type != "cpu":
             raise ValueError(f"allocate_kv_cache: device: expected cpu for int8, got {device}")
     x = 16 // dtype.itemsize
-    _check_size("num_blocks", num_blocks, 0)
-    _check_size("num_kv_heads", num_kv_heads, 1)
-    _check_size("head_size", head_size, x, MAX_HEAD_SIZE)
-    _check_size("block_size", block_size, 1, None if layout == "nhd" else MAX_BLOCK_SIZE)
-    _check_size("num_layers", num_layers, 0)
+    name = "allocate_kv_cache"
+    _check_size(name, "num_blocks", num_blocks, 0)
+    _check_size(name, "num_kv_heads", num_kv_heads, 1)
+    _check_size(name, "head_size", head_size, x, MAX_HEAD_SIZE)
+    _check_size(name, "block_size", block_size, 1, None if layout == "nhd" else MAX_BLOCK_SIZE)
+    _check_size(name, "num_layers", num_layers, 0)
     if head_size != padded_head_size(head_size, dtype):
         raise ValueError(f"allocate_kv_cache: head_size: expected a multiple of {x} for {dtype}, got {head_size}")
     key_shape: tuple[int, ...]
@@ -94,7 +95,12 @@ def padded_head_size(head_size: int, dtype: torch.dtype) -> int:
     """The next multiple of 16 bytes, in elements of `dtype`. Heads of another size fit into a cache, padded with zeros.
 
     The zeros change no dot product of keys, and come out of values as zeros.
+
+    Raises TypeError for a wrong type and ValueError for a negative size.
     """
+    _check_size("padded_head_size", "head_size", head_size, 0)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"padded_head_size: dtype: expected a torch.dtype, got {type(dtype).__name__}")
     x = 16 // dtype.itemsize
     return -(-head_size // x) * x
 
@@ -104,9 +110,9 @@ def num_value_rows(head_size: int, dtype: torch.dtype) -> int:
     return head_size + (INT8_SCALE_ROWS if dtype == torch.int8 else 0)
 
 
-def _check_size(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
+def _check_size(function: str, name: str, value: object, minimum: int, maximum: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"allocate_kv_cache: {name}: expected an int, got {type(value).__name__}")
+        raise TypeError(f"{function}: {name}: expected an int, got {type(value).__name__}")
     if value < minimum or (maximum is not None and value > maximum):
         expected = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
-        raise ValueError(f"allocate_kv_cache: {name}: expected {expected}, got {value}")
+        raise ValueError(f"{function}: {name}: expected {expected}, got {value}")

@@ -1,6 +1,7 @@
 """Processes of one machine that compute together: the memory that they share, for `ops.all_reduce_shared` and
 `ops.all_gather_shared`."""
 
+from math import inf
 from types import TracebackType
 
 from . import _C
@@ -56,12 +57,16 @@ class SharedMemoryGroup:
                 another CPU's own cache is slower than what it finds in the cache that both share.
             timeout_seconds: how long a rank waits for another one before the group breaks.
         """
-        if not isinstance(timeout_seconds, (int, float)):
+        if not isinstance(timeout_seconds, (int, float)) or isinstance(timeout_seconds, bool):
             got = type(timeout_seconds).__name__
             raise TypeError(f"SharedMemoryGroup: timeout_seconds: expected a number, got {got}")
+        try:
+            seconds = float(timeout_seconds)
+        except OverflowError:
+            seconds = inf  # which is refused
         name = "SharedMemoryGroup"
         return _C.SharedGroup.create(
-            to_int(name, "world_size", world_size), to_int(name, "max_bytes", max_bytes), timeout_seconds
+            to_int(name, "world_size", world_size), to_int(name, "max_bytes", max_bytes), seconds
         )
 
     @property

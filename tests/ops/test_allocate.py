@@ -41,6 +41,14 @@ def test_defaults():
     assert key_cache.dtype == torch.float32 and key_cache.device.type == "cpu" and not key_cache.is_pinned()
 
 
+def test_padded_head_size():
+    assert [pagedattn_ext.padded_head_size(size, torch.float16) for size in (0, 1, 8, 9)] == [0, 8, 8, 16]
+    with pytest.raises(ValueError, match=r"^padded_head_size: head_size: expected at least 0, got -3"):
+        pagedattn_ext.padded_head_size(-3, torch.float16)
+    with pytest.raises(TypeError, match=r"^padded_head_size: dtype: expected a torch\.dtype, got str"):
+        pagedattn_ext.padded_head_size(3, "float16")  # type: ignore[arg-type]
+
+
 def test_no_blocks_or_layers():
     assert pagedattn_ext.allocate_kv_cache(0, 2, 64)[0][1].shape == (0, 2, 64, 16)
     assert pagedattn_ext.allocate_kv_cache(5, 2, 64, num_layers=0) == []
@@ -84,8 +92,9 @@ def test_small_tensors_share_huge_pages_and_do_not_overlap():
 
 
 def test_what_does_not_fit_in_memory():
-    with pytest.raises(MemoryError, match=f"^{1 << 50} bytes of memory on the CPU: "):
-        empty_huge_pages((1 << 50,), torch.uint8)
+    for num_bytes in (1 << 50, 1 << 64):  # more than there is, and more than addresses reach
+        with pytest.raises(MemoryError, match=f"^{num_bytes} bytes of memory on the CPU: "):
+            empty_huge_pages((num_bytes,), torch.uint8)
 
 
 def test_huge_pages_are_advised():

@@ -393,6 +393,8 @@ def test_another_call(call, called):
         ({"max_bytes": 1 << 41}, ValueError, "max_bytes: expected 1 to 1099511627776, got"),
         ({"timeout_seconds": 0}, ValueError, "timeout_seconds: expected a finite number above 0, got 0"),
         ({"timeout_seconds": float("inf")}, ValueError, "timeout_seconds: expected a finite number above 0, got inf"),
+        ({"timeout_seconds": 10**400}, ValueError, "timeout_seconds: expected a finite number above 0, got inf"),
+        ({"timeout_seconds": True}, TypeError, "SharedMemoryGroup: timeout_seconds: expected a number, got bool"),
         ({"timeout_seconds": float("nan")}, ValueError, "timeout_seconds: expected a finite number above 0, got nan"),
         ({"timeout_seconds": None}, TypeError, "SharedMemoryGroup: timeout_seconds: expected a number, got NoneType"),
     ],

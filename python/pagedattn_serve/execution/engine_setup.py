@@ -90,7 +90,7 @@ def choose_num_host_blocks(model: CausalLM, config: SchedulerConfig, cache_confi
     """
     block_bytes = block_bytes_of(model, cache_config.block_size, cache_config.kv_cache_dtype)
     at_most = min(num_blocks, num_held_blocks(config, cache_config))
-    memory = int(cache_config.swap_space * (1 << 30)) - cache_config.num_host_state_slots * state_bytes_of(model)
+    memory = cache_config.swap_bytes - cache_config.num_host_state_slots * state_bytes_of(model)
     return min(memory // block_bytes, at_most) if block_bytes else at_most
 
 
@@ -102,6 +102,16 @@ def cpu_memory(share: float | None) -> int:
     memory = int(free * share)
     logger.info("cpu_memory_utilization: the cache may take %s of %s free bytes", f"{memory:,}", f"{free:,}")
     return memory
+
+
+def cache_memory(model: CausalLM, config: SchedulerConfig, cache_config: CacheConfig, device: str) -> tuple[int, str]:
+    """Bytes that the cache may take, and the option that says how many."""
+    if cache_config.kv_cache_memory is not None:
+        return cache_config.kv_cache_memory, "kv_cache_memory"
+    if device != "cpu":
+        return cuda_memory(model, config, cache_config, device), "gpu_memory_utilization"
+    share = cache_config.cpu_memory_utilization
+    return cpu_memory(share), "kv_cache_memory" if share is None else "cpu_memory_utilization"
 
 
 def cuda_memory(model: CausalLM, config: SchedulerConfig, cache_config: CacheConfig, device: str) -> int:
@@ -221,23 +231,21 @@ def limit_to_memory(
     if model.states:
         num_state_slots = num_useful_state_slots(scheduler_config, cache_config.enable_prefix_caching)
     if num_blocks == UNBOUNDED:
-        memory = cache_config.kv_cache_memory
-        if memory is None and device == "cpu":
-            memory = cpu_memory(cache_config.cpu_memory_utilization)
-        elif memory is None:
-            memory = cuda_memory(model, scheduler_config, cache_config, device)
+        memory, option = cache_memory(model, scheduler_config, cache_config, device)
         block_bytes = block_bytes_of(model, block_size, kv_cache_dtype)
-        num_state_slots = choose_num_state_slots(model, memory, block_bytes, num_state_slots)
-        memory -= num_state_slots * state_bytes_of(model)
-        num_seqs = min(num_state_slots or scheduler_config.max_num_seqs, scheduler_config.max_num_seqs)
-        at_most = num_useful_blocks(replace(scheduler_config, max_num_seqs=num_seqs), cache_config)
-        num_blocks = choose_num_blocks(model, memory, block_size, at_most, kv_cache_dtype)
+        try:
+            num_state_slots = choose_num_state_slots(model, memory, block_bytes, num_state_slots)
+            memory -= num_state_slots * state_bytes_of(model)
+            num_seqs = min(num_state_slots or scheduler_config.max_num_seqs, scheduler_config.max_num_seqs)
+            at_most = num_useful_blocks(replace(scheduler_config, max_num_seqs=num_seqs), cache_config)
+            num_blocks = choose_num_blocks(model, memory, block_size, at_most, kv_cache_dtype)
+        except ArgumentError as error:
+            raise error.renamed(option) from None
     else:
         num_blocks *= len(cache_config.windows)
     num_host_state_slots = 0
     if model.states:  # half of the pool at most, too
-        host_memory = int(cache_config.swap_space * (1 << 30))
-        num_host_state_slots = min(host_memory // 2 // state_bytes_of(model), num_state_slots)
+        num_host_state_slots = min(cache_config.swap_bytes // 2 // state_bytes_of(model), num_state_slots)
     with_states = replace(cache_config, num_state_slots=num_state_slots, num_host_state_slots=num_host_state_slots)
     num_host_blocks = choose_num_host_blocks(model, scheduler_config, with_states, num_blocks)
     return replace(with_states, num_blocks=num_blocks, num_host_blocks=num_host_blocks)

@@ -17,7 +17,7 @@ from pagedattn_serve.execution.logits_processors import TokenMasks, process_logi
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling.pooling import Pooled
 from pagedattn_serve.sampling.state import SamplingState
-from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads neighbouring seeds
 _STEP_OF_INDEX = 0xD1B54A32D192ED03  # another odd number: spreads the sequences of a request
@@ -110,7 +110,8 @@ class Sampler:
         if changed or structured:
             for i in host[:, 2].logical_not().nonzero()[:, 0].tolist():
                 if not math.isnan(output.logprobs[i]):
-                    no_token = ArgumentError("sampling_params", "a token to choose", "masks that leave none")
+                    causes = "logits_processors or masks" if rows[i].sampling_params.logits_processors else "masks"
+                    no_token = ArgumentError("sampling_params", "a token to choose", f"{causes} that leave none")
                     output.errors.setdefault(i, no_token)
         if searching:
             assert logprobs is not None
@@ -270,11 +271,14 @@ def _rank(logprobs: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     """Ids, ranks and logprobs (as bits) of some tokens of each row; ids and logprobs of the most likely tokens.
 
     logprobs: fp32 [num_rows, vocab_size]; token_ids: int64 [num_rows, num_tokens].
-    Returns int32 [num_rows, 3 * num_tokens + 2 * num_top].
+    num_top: how many of the most likely tokens some row asks for at most.
+    Returns int32 [num_rows, 3 * num_tokens + 2 * num_ranked], with num_ranked >= num_top if there are as many tokens.
     """
+    # Which of equally likely tokens topk finds depends on how many it is to find, so this number is one for all rows.
+    num_ranked = MAX_LOGPROBS if num_top else 0
     given = logprobs.gather(1, token_ids)
     ranks = [(logprobs > each[:, None]).sum(dim=-1, keepdim=True, dtype=torch.int32) + 1 for each in given.unbind(1)]
-    top = logprobs.topk(min(num_top, logprobs.shape[1]))
+    top = logprobs.topk(min(num_ranked, logprobs.shape[1]))
     columns = (token_ids.int(), *ranks, given.view(torch.int32), top.indices.int(), top.values.view(torch.int32))
     return torch.cat(columns, dim=1)
 
@@ -284,9 +288,9 @@ def _reports(ranked: Tensor, num_tokens: int, counts: list[int]) -> list[dict[in
 
     counts: how many of the most likely, for each row.
     """
-    num_top = (ranked.shape[1] - 3 * num_tokens) // 2
+    num_ranked = (ranked.shape[1] - 3 * num_tokens) // 2
     of_given = [num_tokens] * 3
-    ids, ranks, logprobs, top_ids, top = ranked.cpu().split_with_sizes([*of_given, num_top, num_top], dim=1)
+    ids, ranks, logprobs, top_ids, top = ranked.cpu().split_with_sizes([*of_given, num_ranked, num_ranked], dim=1)
     rows = zip(
         counts,
         ids.tolist(),

@@ -214,7 +214,7 @@ class InputProcessor:
     def prompt_tokens(self, prompt: Prompt | None, token_ids: Any | None = None) -> tuple[str | None, list[int]]:
         """The text of a prompt (None if it came as token ids alone) and its token ids. Raises ValueError, TypeError."""
         if (prompt is None) == (token_ids is None):
-            raise ArgumentError("prompt", "either prompt or prompt_token_ids")
+            raise ArgumentError("prompt", "either prompt or prompt_token_ids", "none" if prompt is None else "both")
         text, ids = text_or_ids(prompt) if token_ids is None else (None, to_ids(token_ids))
         if ids is None:
             assert text is not None

@@ -209,13 +209,22 @@ class TableArray:
     int32 [num_groups, max_num_seqs, max_num_blocks_per_seq], zeros at first, with a table for each group of layers.
 
     memory: the array, one row after the other, at the same address for ever.
+
+    Raises MemoryError, which names max_num_seqs, if there is not enough memory.
     """
 
     def __init__(self, scheduler_config: SchedulerConfig, cache_config: CacheConfig) -> None:
         self.num_groups = len(cache_config.windows)
         self.num_rows = scheduler_config.max_num_seqs
         self.num_columns = -(-scheduler_config.max_model_len // cache_config.block_size)
-        self.memory = array("i", bytes(4 * self.num_groups * self.num_rows * self.num_columns))
+        num_entries = self.num_groups * self.num_rows * self.num_columns
+        try:
+            self.memory = array("i", [0]) * num_entries
+        except (MemoryError, OverflowError):  # an OverflowError is of more entries than an index can count
+            raise MemoryError(
+                f"max_num_seqs: expected sequences whose block tables fit in memory, got {self.num_rows:,} of up to "
+                f"{self.num_columns:,} blocks, {4 * num_entries:,} bytes"
+            ) from None
 
     def write(self, group: int, row: int, column: int, blocks: list[int]) -> None:
         """Put blocks into a row of a group's table, from this column on."""

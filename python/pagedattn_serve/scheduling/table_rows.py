@@ -3,9 +3,8 @@
 from pagedattn_serve.scheduling.sequence import ScheduledSequence, Sequence, TableArray, TableWrite
 
 Tables = list[list[int]]  # of a sequence, one for each group of layers: the physical block of each logical block
-RELEASED = (
-    -1
-)  # in a table, in place of each block that is not held, behind the window; these are the first of the table
+# In a table, in place of each block that is not held any more, behind the window. These are the first of the table.
+RELEASED = -1
 
 
 def held(tables: Tables) -> list[int]:

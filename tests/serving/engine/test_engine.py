@@ -37,8 +37,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 @pytest.mark.parametrize(
     ("args", "error", "message"),
     [
-        (dict(), ValueError, "either prompt or prompt_token_ids"),
-        (dict(prompt="a", prompt_token_ids=[1]), ValueError, "either prompt or prompt_token_ids"),
+        (dict(), ValueError, "either prompt or prompt_token_ids, got none"),
+        (dict(prompt="a", prompt_token_ids=[1]), ValueError, "either prompt or prompt_token_ids, got both"),
         (dict(prompt=""), ValueError, "expected 1 to 127 tokens .* got 0"),
         (dict(prompt_token_ids=[]), ValueError, "expected 1 to 127 tokens .* got 0"),
         (dict(prompt="x" * 128), ValueError, "expected 1 to 127 tokens .* got 128"),

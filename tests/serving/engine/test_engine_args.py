@@ -95,6 +95,7 @@ def test_options_are_checked_before_a_model_is_read() -> None:
         ({"prefix_cache_dir": "d", "enable_prefix_caching": False}, "prefix_cache_dir: expected None without prefix"),
         ({"prefix_cache_dir": "d", "tensor_parallel_size": 2}, "prefix_cache_dir: expected None with several ranks"),
         ({"prefix_cache_dir": "d", "pipeline_parallel_size": 2}, "prefix_cache_dir: expected None with several ranks"),
+        ({"prefix_cache_dir": ""}, "prefix_cache_dir: expected a directory, got an empty text"),
         ({"prefix_cache_dir_size": 0}, "prefix_cache_dir_size: expected an int >= 1, got 0"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_directory_without_the_tokenizer(llama: Checkpoint, text_model: str, t
 
 
 def test_swap_space_and_gpu_memory_utilization_change_nothing_on_the_cpu(llama: Checkpoint) -> None:
-    for swap_space, share in [(0, 1), (4, 0.01), (0.5, 1.0), (10**6, 0.9)]:
+    for swap_space, share in [(0, 1), (4, 0.01), (0.5, 1.0), (10**6, 0.9), (1e300, 0.9)]:
         engine = LLMEngine(llama.path, swap_space=swap_space, gpu_memory_utilization=share)
         assert engine.stats().num_blocks == 2069  # 256 * 8, and 1% of all beside them
 
@@ -257,6 +257,13 @@ def test_a_pool_on_the_host_that_does_not_fit(llama: Checkpoint, monkeypatch: py
     monkeypatch.setattr(cache_engine, "allocate_caches", allocate_on_device)
     with pytest.raises(MemoryError, match=r"^swap_space: expected a pool that fits .*no memory for the pool"):
         LLMEngine(llama.path)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1 << 50, 1 << 63])
+def test_more_sequences_than_tables_have_room_for(llama: Checkpoint, max_num_seqs: int) -> None:
+    """The error is about the sequences, not about the cache."""
+    with pytest.raises(MemoryError, match=rf"^max_num_seqs: expected .* tables fit in memory, got {max_num_seqs:,} of"):
+        LLMEngine(llama.path, max_num_seqs=max_num_seqs)
 
 
 def test_a_head_size_without_a_kernel(tmp_path: Path) -> None:

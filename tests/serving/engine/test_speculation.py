@@ -304,7 +304,7 @@ def test_a_row_without_a_token_to_choose(repeater: Checkpoint) -> None:
     for options in (dict(), dict(speculation="ngram")):
         engine = LLMEngine(repeater.path, **options)
         engine.add_request("a", {"prompt_token_ids": [1, 1, 1, 3, 2] * 3}, params)
-        engine._requests["a"].group.sequences[0].sampling.token_rules = TokenRules(bad_words=((1, 1, 1, 1),))
+        engine._requests.by_id["a"].group.sequences[0].sampling.token_rules = TokenRules(bad_words=((1, 1, 1, 1),))
         output = finish_all(engine)["a"][-1]
         ends.append((output.outputs[0].token_ids, output.outputs[0].finish_reason, output.error))
     assert ends[0] == ends[1]

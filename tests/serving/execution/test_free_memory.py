@@ -76,6 +76,8 @@ def test_the_cache_takes_its_share(
     block_bytes = engine_setup.block_bytes_of(engine.model_runner.model, 16)
     assert engine.stats().num_blocks == 250_000 // block_bytes
     assert "the cache may take 250,000 of 1,000,000 free bytes" in caplog.text
+    with pytest.raises(ValueError, match=rf"^cpu_memory_utilization: expected at least one block, {block_bytes} bytes"):
+        LLMEngine(llama.path, cpu_memory_utilization=0.000001)
 
 
 def test_an_engine_under_a_limit_of_the_address_space(llama: Checkpoint) -> None:

@@ -101,7 +101,7 @@ class FakeEngine:
 
     @property
     def unfinished(self) -> list[SequenceGroup]:
-        return [group for group in self.groups if group.sequences and group.request_id in self.engine._requests]
+        return [group for group in self.groups if group.sequences and group.request_id in self.engine._requests.by_id]
 
     def new_tokens(self, num_tokens: int) -> list[int]:
         return [self.model.new_token() for _ in range(num_tokens)]
@@ -126,7 +126,7 @@ class FakeEngine:
             RequestArgs(f"request {arrival}", None, sampling, token_ids, float(arrival), priority, cache_salt)
         )
         self._call(lambda: self.engine.queue_request(request), num_lines)
-        if request.group.request_id in self.engine._requests:
+        if request.group.request_id in self.engine._requests.by_id:
             self.groups.append(request.group)
             self.requests.append(request)
             self._params[request.group] = sampling
@@ -222,7 +222,7 @@ class FakeEngine:
         if num_lines is None:
             function()
             return
-        unfinished = set(self.engine._requests)
+        unfinished = set(self.engine._requests.by_id)
         try:
             with interrupted_after(num_lines):
                 function()
@@ -230,8 +230,8 @@ class FakeEngine:
             self.num_times["interrupted"] += 1
             self._interrupted |= unfinished
             if self.engine.has_unfinished_requests():  # the interrupt came before the call began
-                self._interrupted -= set(self.engine._requests)
-                assert self.engine._requests.keys() == unfinished
+                self._interrupted -= set(self.engine._requests.by_id)
+                assert self.engine._requests.by_id.keys() == unfinished
 
     def _take_batch(self, batch: ScheduledBatch) -> None:
         """Called before the runner does anything to a batch. A batch may come again after the runner failed."""
@@ -353,7 +353,7 @@ class FakeEngine:
         alone.engine.inputs = self.engine.inputs
         params, salt = self._params[group], self._salts[group]
         alone.engine.add_request("alone", None, params, group.prompt_token_ids, cache_salt=salt)
-        [request] = alone.engine._requests.values()
+        [request] = alone.engine._requests.by_id.values()
         while alone.engine.has_unfinished_requests():
             alone.engine.step()
         return [(each.sequence.output_token_ids, each.sequence.status) for each in request.completions]
