@@ -39,6 +39,7 @@ REFERENCES = {
     "causal_conv1d.causal_conv1d_interface": "causal-conv1d/causal_conv1d/causal_conv1d_interface.py",
     "causal_conv1d.causal_conv1d_varlen": "causal-conv1d/causal_conv1d/causal_conv1d_varlen.py",
     "mamba_ssm.ops.selective_scan_interface": "mamba/mamba_ssm/ops/selective_scan_interface.py",
+    "mamba_ssm.ops.triton.layernorm_gated": "mamba/mamba_ssm/ops/triton/layernorm_gated.py",
     "mamba_ssm.ops.triton.selective_state_update": "mamba/mamba_ssm/ops/triton/selective_state_update.py",
     "fla.ops.gated_delta_rule.gate": "flash-linear-attention/fla/ops/gated_delta_rule/gate.py",
     "fla.ops.gated_delta_rule.naive": "flash-linear-attention/fla/ops/gated_delta_rule/naive.py",

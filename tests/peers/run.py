@@ -70,9 +70,18 @@ FLASH_ATTN = Suite(
 )
 CAUSAL_CONV1D = Suite("causal-conv1d", ("tests/test_causal_conv1d.py",), "not (bwd or race_condition)")
 MAMBA = Suite(
-    "mamba", ("tests/ops/test_selective_scan.py", "tests/ops/triton/test_selective_state_update.py"), "not inner"
+    "mamba",
+    (
+        *("tests/ops/test_selective_scan.py", "tests/ops/triton/test_selective_state_update.py"),
+        "tests/ops/triton/test_layernorm_gated.py",
+    ),
+    "not inner",
 )
-FLA = Suite("flash-linear-attention", ("tests/ops/test_gdn.py",), "not (flash_qla or wy_repr or blackwell)")
+FLA = Suite(
+    "flash-linear-attention",
+    ("tests/ops/test_gdn.py", "tests/modules/test_layernorm_gated.py"),
+    "not (flash_qla or wy_repr or blackwell or gate_linear)",
+)
 SUITES = (FLASHINFER, FLASH_ATTN, CAUSAL_CONV1D, MAMBA, FLA)
 
 
