@@ -18,6 +18,7 @@ SPLIT = {"fixed_split_size": None, "disable_split_kv": False}
 SCALES = {"q_scale": None, "k_scale": None, "v_scale": None}
 RESULTS = {"out": None, "lse": None, "return_lse": False}
 LSE = {"lse_base": "log2", "lse_layout": "NH"}
+TOP_K = {"deterministic": False, "tie_break": 0, "dsa_graph_safe": False}
 LENGTHS = {"max_token_per_sequence": None, "max_sequence_kv": None}
 
 
@@ -273,6 +274,37 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "silu_and_mul": required("input") | {"out": None, "enable_pdl": None},
     "gelu_and_mul": required("input") | {"out": None, "enable_pdl": None},
     "gelu_tanh_and_mul": required("input") | {"out": None, "enable_pdl": None},
+    "top_k": required("input", "k") | {"sorted": False} | TOP_K,
+    "top_k_ragged_transform": required("input", "offsets", "lengths", "k") | TOP_K | {"row_starts": None},
+    "top_k_page_table_transform": {
+        **required("input", "src_page_table", "lengths", "k"),
+        "row_to_batch": None,
+        **TOP_K,
+        **dict.fromkeys(("row_starts", "page_table_row_starts")),
+        "page_size": 1,
+        **dict.fromkeys(("out", "out_raw_indices")),
+    },
+    "concat_ops.concat_mla_k": required("k", "k_nope", "k_rope"),
+    "chunk_gated_delta_rule": {
+        **required("q", "k", "v"),
+        **dict.fromkeys(("g", "beta", "scale", "initial_state")),
+        "output_final_state": False,
+        "cu_seqlens": None,
+        "use_qk_l2norm_in_kernel": False,
+        **dict.fromkeys(("output", "output_state", "state_checkpoints", "checkpoint_cu_starts")),
+        "checkpoint_every_n_tokens": 0,
+        "use_cp": "auto",
+        **dict.fromkeys(("state_indices", "_cp_chunk_len")),
+    },
+    "mamba.selective_state_update": {
+        **required("state", "x", "dt", "A", "B", "C", "D"),
+        **{"z": None, "dt_bias": None, "dt_softplus": False, "state_batch_indices": None, "pad_slot_id": -1},
+        **{"state_scale": None, "out": None, "disable_state_update": False},
+        **dict.fromkeys(("intermediate_states_buffer", "intermediate_state_indices", "intermediate_state_scales")),
+        **{"rand_seed": None, "philox_rounds": 10, "cache_steps": 0, "algorithm": "auto"},
+        **dict.fromkeys(("dst_state_batch_indices", "cu_seqlens", "num_accepted_tokens")),
+        "backend": "auto",
+    },
     "apply_rope_with_cos_sin_cache_inplace": {
         **required("positions", "query", "key", "head_size", "cos_sin_cache"),
         "is_neox": True,

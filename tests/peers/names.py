@@ -123,9 +123,11 @@ def add_helpers_of_tests(checkouts: Path) -> None:
     utils = importlib.import_module("flashinfer.utils")
     utils.get_compute_capability = lambda device: CAPABILITY
     utils.is_sm90a_supported = lambda device: True
+    utils.is_sm100a_supported = utils.is_sm12x_supported = lambda device: False
     utils.has_flashinfer_jit_cache = lambda: True
     utils.device_support_pdl = lambda device: True
     utils.GPUArchitectureError = type("GPUArchitectureError", (Exception,), {})
+    importlib.import_module("flashinfer.topk").can_implement_filtered_topk = lambda: True
     interface = importlib.import_module("flash_attn.flash_attn_interface")
     interface.USE_TRITON_ROCM = False
     of_fla = importlib.import_module("fla.utils")

@@ -53,17 +53,18 @@ FLASHINFER = Suite(
         *("tests/attention/test_fp8_prefill.py", "tests/attention/test_rope.py"),
         *("tests/utils/test_norm.py", "tests/utils/test_activation.py", "tests/utils/test_sampling.py"),
         *("tests/utils/test_quantization.py", "tests/attention/test_deepseek_mla.py"),
-        "tests/attention/test_mla_page.py",
+        *("tests/attention/test_mla_page.py", "tests/utils/test_topk.py", "tests/utils/test_concat_mla.py"),
+        "tests/gdn/test_prefill_state_indices.py",
     ),
     "not (nvfp4 or quant_ or rope_quantize or cutlass_mla or mla_fp8 or fp8_kv or int64_stride or overflow or compil"
-    " or smem or cutile or rejects_mismatched_q_len)",
+    " or smem or cutile or rejects_mismatched_q_len or dirty_cached or clusters or dtype_mismatch)",
 )
 FLASH_ATTN = Suite(
     "flash-attention",
     (
         *("tests/test_flash_attn.py", "hopper/test_flash_attn.py", "tests/cute/test_flash_attn.py"),
         *("tests/cute/test_flash_attn_varlen.py", "tests/test_rotary.py"),
-        "tests/ops/triton/test_layer_norm.py",
+        *("tests/ops/triton/test_layer_norm.py", "tests/test_flash_attn_ck.py"),
     ),
     "not (bwd or backward or grad or race_condition or deterministic or mla or sm100 or compilation or cache_separates"
     " or norm_linear or bw_compatibility or invalid_head_dim or generator_arg)",
