@@ -18,6 +18,7 @@ SPLIT = {"fixed_split_size": None, "disable_split_kv": False}
 SCALES = {"q_scale": None, "k_scale": None, "v_scale": None}
 RESULTS = {"out": None, "lse": None, "return_lse": False}
 LSE = {"lse_base": "log2", "lse_layout": "NH"}
+TRTLLM_OUT = dict.fromkeys(("out", "out_dtype", "o_sf_scale", "o_sf_vec_size"))
 TOP_K = {"deterministic": False, "tie_break": 0, "dsa_graph_safe": False}
 LENGTHS = {"max_token_per_sequence": None, "max_sequence_kv": None}
 
@@ -283,6 +284,23 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("row_starts", "page_table_row_starts")),
         "page_size": 1,
         **dict.fromkeys(("out", "out_raw_indices")),
+    },
+    "decode.trtllm_batch_decode_with_kv_cache": {
+        **required("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len"),
+        **{"bmm1_scale": 1.0, "bmm2_scale": 1.0, "window_left": -1, **TRTLLM_OUT, "sinks": None, "kv_layout": "HND"},
+        **{"enable_pdl": None, "backend": "auto", "q_len_per_req": 1, "o_scale": 1.0},
+        **dict.fromkeys(("mask", "max_q_len", "cum_seq_lens_q", "skip_softmax_threshold_scale_factor", "kv_cache_sf")),
+        **{"uses_shared_paged_kv_idx": True, "lse": None, "return_lse": False, "bmm1_scale_log2": None},
+        **{"multi_ctas_kv_counter_buffer": None, "enable_block_sparse_attention": False},
+        "bf16q_fp8kv_transform_mode": None,
+    },
+    "prefill.trtllm_batch_context_with_kv_cache": {
+        **required("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_q_len", "max_kv_len"),
+        **required("bmm1_scale", "bmm2_scale", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv"),
+        **{"window_left": -1, **TRTLLM_OUT, "kv_layout": "HND", "enable_pdl": None, "sinks": None},
+        **{"kv_cache_sf": None, "skip_softmax_threshold_scale_factor": None, "uses_shared_paged_kv_idx": True},
+        **{"causal": True, "lse": None, "return_lse": False, "multi_ctas_kv_counter_buffer": None},
+        **{"use_fp16_softmax": None, "uses_spcompress": None},
     },
     "concat_ops.concat_mla_k": required("k", "k_nope", "k_rope"),
     "chunk_gated_delta_rule": {
