@@ -10,7 +10,7 @@ from torch import Tensor
 from .._adapters import call_as, expect_defaults, window_of
 from .._index_checks import check_indices
 from ..ops._call import call, check_rank, check_tensors, given, to_int
-from ._plan import Dtype, in_dtype, one_factor, refusal, results_of
+from ._plan import in_dtype, one_factor, refusal, results_of
 from ._ragged import attend_to_values, with_dense_heads
 from .page import PagedCache, check_layout, pages_of
 
@@ -30,7 +30,7 @@ def trtllm_batch_decode_with_kv_cache(
     bmm2_scale: float | Tensor = 1.0,
     window_left: int = -1,
     out: Tensor | None = None,
-    out_dtype: Dtype | None = None,
+    out_dtype: torch.dtype | None = None,
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
     sinks: Tensor | None = None,
@@ -69,13 +69,15 @@ def trtllm_batch_decode_with_kv_cache(
             q_len_per_req.
         bmm1_scale_log2: bmm1_scale times log2(e), in its place.
 
+        out_dtype: fp32, fp16 or bf16; default that of out, or of query.
+
     Without effect: workspace_buffer, max_seq_len, max_q_len, enable_pdl, backend, multi_ctas_kv_counter_buffer,
-    bf16q_fp8kv_transform_mode. Refused: o_sf_scale, o_sf_vec_size, o_scale, mask,
-    skip_softmax_threshold_scale_factor, kv_cache_sf, enable_block_sparse_attention, and uses_shared_paged_kv_idx=False.
+    bf16q_fp8kv_transform_mode, and o_scale, which is for results in fp8. Refused: o_sf_scale, o_sf_vec_size, mask,
+    skip_softmax_threshold_scale_factor, kv_cache_sf, enable_block_sparse_attention, uses_shared_paged_kv_idx=False.
     """
     function = trtllm_batch_decode_with_kv_cache
     expect_defaults(
-        function, o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, o_scale=o_scale, mask=mask,
+        function, o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, mask=mask,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf,
         enable_block_sparse_attention=enable_block_sparse_attention,
     )  # fmt: skip
@@ -114,7 +116,7 @@ def trtllm_batch_context_with_kv_cache(
     cum_seq_lens_kv: Tensor,
     window_left: int = -1,
     out: Tensor | None = None,
-    out_dtype: Dtype | None = None,
+    out_dtype: torch.dtype | None = None,
     o_sf_scale: float | None = None,
     o_sf_vec_size: int | None = None,
     kv_layout: str = "HND",
@@ -163,7 +165,7 @@ def _attend(
     bmm2_scale: float | Tensor,
     window_left: int,
     out: Tensor | None,
-    out_dtype: Dtype | None,
+    out_dtype: torch.dtype | None,
     sinks: Tensor | None,
     kv_layout: str,
     causal: bool,
@@ -189,6 +191,8 @@ def _attend(
     attended, natural_lse = attend_to_values(attend, value_cache, key_cache.shape[-1])
     if out_dtype is None and out is not None:
         out_dtype = out.dtype
+    if out_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise refusal(function, "out_dtype", "torch.float32, torch.float16 or torch.bfloat16", out_dtype)
     attended = in_dtype(attended, out_dtype)
     factor = one_factor(function, "bmm2_scale", bmm2_scale)
     return results_of(function, attended, natural_lse, None if factor == 1 else factor, out, lse, return_lse)
