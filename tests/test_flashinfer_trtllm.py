@@ -1,6 +1,7 @@
-"""trtllm_batch_decode_with_kv_cache and trtllm_batch_context_with_kv_cache, against FlashInfer's wrappers of the same
-package, which have tests of their own."""
+"""The functions of pagedattn_ext.flashinfer with names of trtllm, against the wrappers of the same package, which have
+tests of their own."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +11,8 @@ from checks import assert_same_bits
 from torch import Tensor
 
 from pagedattn_ext import CPUGraph, flashinfer
-from pagedattn_ext.flashinfer.decode import trtllm_batch_decode_with_kv_cache
-from pagedattn_ext.flashinfer.prefill import trtllm_batch_context_with_kv_cache
+from pagedattn_ext.flashinfer.decode import trtllm_batch_decode_with_kv_cache, trtllm_batch_decode_with_kv_cache_mla
+from pagedattn_ext.flashinfer.prefill import trtllm_batch_context_with_kv_cache, trtllm_ragged_attention_deepseek
 
 PAGES, PAGE_SIZE, HEADS, KV_HEADS, DIM = 6, 4, 4, 2, 16
 TABLES, LENS = torch.tensor([[5, 1], [0, 3]], dtype=torch.int32), torch.tensor([7, 4], dtype=torch.int32)
@@ -103,6 +104,86 @@ def test_captured() -> None:
     lens.fill_(2)
     graph.replay()
     assert_same_bits(out, trtllm_batch_decode_with_kv_cache(q, cache, torch.empty(0), TABLES, lens, 8, 0.5))
+
+
+@pytest.mark.parametrize("width", [8, 16, 24])
+@pytest.mark.parametrize("causal", [False, True])
+def test_ragged(causal: bool, width: int) -> None:
+    """Values narrower than the keys, and wider."""
+    q, k, v = torch.randn(4, HEADS, DIM), torch.randn(11, KV_HEADS, DIM), torch.randn(11, KV_HEADS, width)
+    key_starts, sinks, lse = torch.tensor([0, 7, 11], dtype=torch.int32), torch.randn(HEADS), torch.empty(4, HEADS)
+    batch = q, k, v, torch.empty(0), LENS, 3, 7, 0.5, 2.0, -1.0, 2, -1, STARTS, key_starts, None, causal, True
+    out, out_lse = trtllm_ragged_attention_deepseek(*batch, lse=lse)
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(0))
+    wrapper.plan(STARTS, key_starts, HEADS, KV_HEADS, DIM, width, causal=causal, sm_scale=0.5)
+    expected, expected_lse = wrapper.run(q, k, v, return_lse=True)
+    assert out_lse is lse
+    assert_same_bits(out, 2 * expected)
+    assert_same_bits(lse, expected_lse)
+    with_sinks, _ = trtllm_ragged_attention_deepseek(*batch, sinks)
+    shares = torch.sigmoid(expected_lse * math.log(2) - sinks)  # of the weights, without the sink's
+    torch.testing.assert_close(with_sinks, out * shares[..., None])
+
+
+RANK, ROPE = 12, 4
+
+
+def latent(query: Tensor, cache: Tensor, **options: Any) -> Any:
+    sizes = 8, RANK, ROPE, TABLES, LENS, 8
+    return trtllm_batch_decode_with_kv_cache_mla(query, cache, torch.empty(0), *sizes, **options)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_latent(num_tokens: int) -> None:
+    """Catches rows that see tokens after their own, and an lse of another base or shape."""
+    q, cache = torch.randn(2, num_tokens, HEADS, RANK + ROPE), torch.randn(PAGES, PAGE_SIZE, RANK + ROPE)
+    starts = torch.arange(3, dtype=torch.int32) * num_tokens
+    rows, parts = q.flatten(0, 1).split([RANK, ROPE], -1), cache.split([RANK, ROPE], -1)
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    dtypes = torch.float32, torch.float32
+    wrapper.plan(starts, INDPTR, INDICES, LENS, HEADS, RANK, ROPE, PAGE_SIZE, True, 0.5, *dtypes)
+    expected, expected_lse = wrapper.run(*rows, *parts, return_lse=True)
+    out, lse = latent(q, cache[:, None], bmm1_scale=0.5, return_lse=True)
+    assert_same_bits(out, expected.view_as(out))
+    assert_same_bits(lse, expected_lse)
+    lse = torch.empty(2, num_tokens, HEADS)
+    doubled = latent(q.flatten(0, 1), cache, bmm1_scale=0.5, bmm2_scale=2.0, cum_seq_lens_q=starts)
+    assert_same_bits(doubled, 2 * expected)
+    latent(q, cache, bmm1_scale=0.5, lse=lse)
+    assert_same_bits(lse, expected_lse.view_as(lse))
+
+
+LATENT = torch.zeros(2, 1, HEADS, RANK + ROPE), torch.zeros(PAGES, PAGE_SIZE, RANK + ROPE)
+WRONG_LATENT: list[tuple[dict[str, Any], str]] = [
+    ({"sparse_mla_top_k": 4}, "sparse_mla_top_k: expected 0, got 4"),
+    ({"sinks": torch.zeros(HEADS)}, "sinks: expected None, got a tensor"),
+    ({"cp_world": 2}, "cp_world: expected 1, got 2"),
+    ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx: expected True, got False"),
+    ({"query": LATENT[0][..., 1:]}, r"query: expected heads of 16 \(kv_lora_rank \+ qk_rope_head_dim\), got 15"),
+    ({"kv_cache": LATENT[1][..., 1:]}, r"kv_cache: expected shape \[6, 4, 16\], got \[6, 4, 15\]"),
+    ({"block_tables": TABLES + 3}, "block_tables: expected .* got 8"),
+    ({"cum_seq_lens_q": STARTS}, "query: expected 3 dimensions, got 4"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_LATENT, ids=lambda each: str(each)[:40])
+def test_refused_latent(changes: dict[str, Any], message: str) -> None:
+    arguments = {"query": LATENT[0], "kv_cache": LATENT[1]} | changes
+    tables = arguments.pop("block_tables", TABLES)
+    sizes = {"qk_nope_head_dim": 8, "kv_lora_rank": RANK, "qk_rope_head_dim": ROPE, "max_seq_len": 8}
+    with pytest.raises(ValueError, match=f"^trtllm_batch_decode_with_kv_cache_mla: {message}"):
+        trtllm_batch_decode_with_kv_cache_mla(
+            **arguments, **sizes, workspace_buffer=torch.empty(0), block_tables=tables, seq_lens=LENS
+        )
+
+
+def test_refused_ragged() -> None:
+    rows = torch.zeros(4, HEADS, DIM)
+    arguments = rows, rows, rows, torch.empty(0), LENS, 3, 7, 0.5, 2.0, -1.0, 2, -1, STARTS, STARTS, None, True, False
+    with pytest.raises(ValueError, match=r"^trtllm_ragged_attention_deepseek: sage_attn_sfs: expected no factors, got"):
+        trtllm_ragged_attention_deepseek(*arguments, sage_attn_sfs=(rows, rows, None, None))
+    with pytest.raises(ValueError, match=r"^trtllm_ragged_attention_deepseek: cum_seq_lens_kv: expected"):
+        trtllm_ragged_attention_deepseek(*arguments[:13], STARTS + 1, *arguments[14:])
 
 
 Q, CACHE = torch.zeros(2, HEADS, DIM), torch.zeros(PAGES, 2, KV_HEADS, PAGE_SIZE, DIM)

@@ -25,8 +25,8 @@ Refused, with a ValueError that names the argument: jit_args other than those of
 scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap or with
 a mask; of latent attention (`mla`) also use_cuda_graph, fp8, and what is for the cutlass backend. Left out: sparse
 attention, quantization but for packed masks, norms and rotations, communication, mixtures of experts, and the functions
-of one backend alone (cudnn, xqa, and those of trtllm but `decode.trtllm_batch_decode_with_kv_cache` and
-`prefill.trtllm_batch_context_with_kv_cache`).
+of one backend alone (cudnn, xqa, and those of trtllm but `trtllm_batch_decode_with_kv_cache` and `..._mla` of decode,
+`trtllm_batch_context_with_kv_cache` and `trtllm_ragged_attention_deepseek` of prefill).
 """
 
 from typing import NoReturn

@@ -1,4 +1,4 @@
-"""Attention to pages by block tables, without a plan: under the names of one backend of FlashInfer."""
+"""Attention without a plan, to pages or to a ragged batch: under the names of one backend of FlashInfer."""
 
 import math
 from collections.abc import Callable
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import call_as, expect_defaults, window_of
+from .. import ops
+from .._adapters import call_as, check_shape, expect_defaults, window_of
 from .._index_checks import check_indices
 from ..ops._call import call, check_rank, check_tensors, given, to_int
 from ._plan import in_dtype, one_factor, refusal, results_of
@@ -17,6 +18,10 @@ from .page import PagedCache, check_layout, pages_of
 # What these functions call the arguments of the op.
 NAMES = {"key_cache": "kv_cache", "value_cache": "kv_cache", "query_start_loc": "cum_seq_lens_q"}
 NAMES |= {"scale": "bmm1_scale", "sliding_window": "window_left"}
+NAMES_OF_RAGGED = NAMES | {"key_start_loc": "cum_seq_lens_kv", "sinks": "attention_sinks"}
+NAMES_OF_MLA = (
+    NAMES | dict.fromkeys(("q_nope", "q_pe"), "query") | dict.fromkeys(("kv_c_cache", "k_pe_cache"), "kv_cache")
+)
 
 
 def trtllm_batch_decode_with_kv_cache(
@@ -154,6 +159,158 @@ def trtllm_batch_context_with_kv_cache(
     )  # fmt: skip
 
 
+def trtllm_ragged_attention_deepseek(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    workspace_buffer: Tensor,
+    seq_lens: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | Tensor,
+    bmm2_scale: float | Tensor,
+    o_sf_scale: float,
+    batch_size: int,
+    window_left: int,
+    cum_seq_lens_q: Tensor,
+    cum_seq_lens_kv: Tensor,
+    enable_pdl: bool | None,
+    is_causal: bool,
+    return_lse: bool,
+    attention_sinks: Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    sage_attn_sfs: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None] = (None, None, None, None),
+    num_elts_per_sage_attn_blk: tuple[int, int, int, int] = (0, 0, 0, 0),
+    backend: str = "trtllm-gen",
+    q_seq_lens_cpu: Tensor | None = None,
+    kv_seq_lens_cpu: Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+) -> Any:
+    """Attention of the last rows of each sequence to keys and values that lie one after the other: out; with return_lse
+    (out, lse).
+
+    Args:
+        query: [num_tokens, num_qo_heads, head_dim].
+        key: [num_keys, num_kv_heads, head_dim].
+        value: [num_keys, num_kv_heads, value_dim].
+        cum_seq_lens_q, cum_seq_lens_kv: int32 or int64 [batch_size + 1], where the rows and the keys of each sequence
+            begin, and the last end.
+        is_causal: whether a row sees no token after its own.
+        bmm1_scale, bmm2_scale, window_left, out, lse, attention_sinks: as in `trtllm_batch_decode_with_kv_cache`.
+
+    Without effect: workspace_buffer, seq_lens, max_q_len, max_kv_len, o_sf_scale, batch_size, enable_pdl, backend,
+    num_elts_per_sage_attn_blk, q_seq_lens_cpu, kv_seq_lens_cpu, use_fp16_softmax. Refused:
+    skip_softmax_threshold_scale_factor, sage_attn_sfs, uses_spcompress.
+    """
+    function = trtllm_ragged_attention_deepseek
+    skip = {"skip_softmax_threshold_scale_factor": skip_softmax_threshold_scale_factor}
+    expect_defaults(function, **skip, uses_spcompress=uses_spcompress)
+    if any(factors is not None for factors in sage_attn_sfs):
+        raise refusal(function, "sage_attn_sfs", "no factors", "a tensor")
+    check_tensors(function.__qualname__, query=query, key=key, value=value)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_rank(function.__qualname__, name, tensor, 3)
+    scale = one_factor(function, "bmm1_scale", bmm1_scale)
+    options = given({"sliding_window": window_of(window_left), "sinks": attention_sinks})
+    rows, keys = with_dense_heads(query), with_dense_heads(key)
+
+    def attend(values: Tensor) -> Any:
+        tensors = rows, keys, with_dense_heads(values), cum_seq_lens_q, cum_seq_lens_kv
+        return call_as(
+            function, NAMES_OF_RAGGED, ops.varlen_attention, *tensors, scale=scale, causal=is_causal, **options
+        )
+
+    attended, natural_lse = attend_to_values(attend, value, key.shape[-1])
+    return _results(function, attended, natural_lse, bmm2_scale, out, None, lse, return_lse)
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: Tensor,
+    kv_cache: Tensor,
+    workspace_buffer: Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    max_seq_len: int,
+    sparse_mla_top_k: int = 0,
+    out: Tensor | None = None,
+    bmm1_scale: float | Tensor = 1.0,
+    bmm2_scale: float | Tensor = 1.0,
+    sinks: Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: Tensor | None = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: Tensor | None = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    sparse_mla_top_k_lens: Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+) -> Any:
+    """Causal latent attention of the last tokens of each sequence: out, like query with heads of kv_lora_rank; with
+    return_lse (out, lse).
+
+    Args:
+        query: [batch_size, num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim], absorbed; with cum_seq_lens_q
+            [total number of tokens, ...].
+        kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or [num_pages, 1, ...].
+        lse: fp32 [total number of tokens, num_heads], in base 2, or [batch_size, num_tokens, num_heads].
+        block_tables, seq_lens, bmm1_scale, bmm2_scale, out, cum_seq_lens_q: as in `trtllm_batch_decode_with_kv_cache`.
+
+    Without effect: workspace_buffer, qk_nope_head_dim, max_seq_len, enable_pdl, backend, is_var_seq, cute_dsl_impl,
+    kv_scale_format, max_q_len, multi_ctas_kv_counter_buffer, use_fp16_softmax. Refused: sparse_mla_top_k,
+    sparse_mla_top_k_lens, sinks, skip_softmax_threshold_scale_factor, enable_dcp, cp_world, cp_rank,
+    causal_seqlens_kv_global, and uses_shared_paged_kv_idx=False.
+    """
+    function = trtllm_batch_decode_with_kv_cache_mla
+    expect_defaults(
+        function, sparse_mla_top_k=sparse_mla_top_k, sparse_mla_top_k_lens=sparse_mla_top_k_lens, sinks=sinks,
+        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, enable_dcp=enable_dcp,
+        cp_world=cp_world, cp_rank=cp_rank, causal_seqlens_kv_global=causal_seqlens_kv_global,
+    )  # fmt: skip
+    if not uses_shared_paged_kv_idx:
+        raise refusal(function, "uses_shared_paged_kv_idx", "True", uses_shared_paged_kv_idx)
+    name = function.__qualname__
+    check_tensors(name, query=query, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens)
+    check_rank(name, "query", query, 4 if cum_seq_lens_q is None else 3)
+    width = kv_lora_rank + qk_rope_head_dim
+    if query.shape[-1] != width:
+        raise refusal(function, "query", f"heads of {width} (kv_lora_rank + qk_rope_head_dim)", query.shape[-1])
+    latents = kv_cache[:, 0] if kv_cache.dim() == 4 and kv_cache.shape[1] == 1 else kv_cache
+    check_rank(name, "kv_cache", latents, 3)
+    check_shape(function, "kv_cache", latents, (*latents.shape[:2], width))
+    starts, rows = cum_seq_lens_q, query
+    if cum_seq_lens_q is None:
+        batch_size, num_tokens = query.shape[:2]
+        check_indices(function, "seq_lens", seq_lens, batch_size)
+        if num_tokens != 1:
+            starts = torch.arange(batch_size + 1, dtype=torch.int32, device=query.device) * num_tokens
+        rows = query.flatten(0, 1)
+    attended, natural_lse = call_as(
+        function, NAMES_OF_MLA, ops.mla_attention,
+        rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], latents[..., :kv_lora_rank], latents[..., kv_lora_rank:],
+        block_tables, seq_lens, query_start_loc=starts, scale=one_factor(function, "bmm1_scale", bmm1_scale),
+    )  # fmt: skip
+    attended = attended.view(*query.shape[:-1], kv_lora_rank)
+    if lse is not None and lse.dim() == 3:
+        natural_lse = natural_lse.view(*query.shape[:-1])
+    return _results(function, attended, natural_lse, bmm2_scale, out, None, lse, return_lse)
+
+
 def _attend(
     function: Callable[..., Any],
     query: Tensor,
@@ -189,6 +346,19 @@ def _attend(
         return call_as(function, NAMES, call, "paged_attention", *tensors, scale=scale, causal=causal, **options)
 
     attended, natural_lse = attend_to_values(attend, value_cache, key_cache.shape[-1])
+    return _results(function, attended, natural_lse, bmm2_scale, out, out_dtype, lse, return_lse)
+
+
+def _results(
+    function: Callable[..., Any],
+    attended: Tensor,
+    natural_lse: Tensor,
+    bmm2_scale: float | Tensor,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    lse: Tensor | None,
+    return_lse: bool,
+) -> Any:
     if out_dtype is None and out is not None:
         out_dtype = out.dtype
     if out_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
