@@ -56,8 +56,8 @@ FLASHINFER = Suite(
         *("tests/attention/test_mla_page.py", "tests/utils/test_topk.py", "tests/utils/test_concat_mla.py"),
         "tests/gdn/test_prefill_state_indices.py",
     ),
-    "not (nvfp4 or quant_ or rope_quantize or cutlass_mla or mla_fp8 or fp8_kv or int64_stride or overflow or compil"
-    " or smem or cutile or rejects_mismatched_q_len or dirty_cached or clusters or dtype_mismatch)",
+    "not (nvfp4 or quant_invalid or cutlass_mla or mla_fp8 or fp8_kv or int64_stride or overflow or compil"
+    " or smem_probe or cutile or rejects_mismatched_q_len or dirty_cached or clusters or dtype_mismatch)",
 )
 FLASH_ATTN = Suite(
     "flash-attention",

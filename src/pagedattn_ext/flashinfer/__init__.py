@@ -24,9 +24,8 @@ What costs more than in FlashInfer, because `run` makes copies for ops that have
 Refused, with a ValueError that names the argument: jit_args other than those of attention with sinks, all of multi-item
 scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap or with
 a mask; of latent attention (`mla`) also use_cuda_graph, fp8, and what is for the cutlass backend. Left out: sparse
-attention, quantization but for packed masks, norms and rotations, communication, mixtures of experts, and the functions
-of one backend alone (cudnn, xqa, and those of trtllm but `trtllm_batch_decode_with_kv_cache` and `..._mla` of decode,
-`trtllm_batch_context_with_kv_cache` and `trtllm_ragged_attention_deepseek` of prefill).
+attention, quantization but for packed masks, norms and rotations, pipes of logits, communication, mixtures of experts,
+and the functions of one backend alone (cudnn, xqa, and those of trtllm but the four in `_trtllm.py`).
 """
 
 from typing import NoReturn
