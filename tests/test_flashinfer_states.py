@@ -70,6 +70,18 @@ def test_chunk_gated_delta_rule_of_slots() -> None:
     assert_same_bits(pool[[0, 1, 4]], before[[0, 1, 4]])
 
 
+def test_no_sequences() -> None:
+    """Catches a search among nothing."""
+    rule, update = inputs(), scanned()
+    state, pool = torch.zeros(0, 4, V_DIM, K_DIM), torch.randn(5, HEADS, DIM, STATE)
+    out, _ = chunk_gated_delta_rule(
+        *(each[:0] for each in rule), None, state, True, torch.tensor([0]), output_state=state
+    )
+    assert out.shape == (0, 4, V_DIM)
+    named = {name: each[:0] if name in ("x", "dt", "B", "C", "z") else each for name, each in update.items()}
+    assert selective_state_update(pool, **named).shape == (0, 3, HEADS, DIM)
+
+
 def test_chunk_gated_delta_rule_without_gates() -> None:
     q, k, v, *_ = inputs()
     ones = torch.ones(TOKENS, 4)

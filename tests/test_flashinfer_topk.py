@@ -92,6 +92,7 @@ def test_pages_of_a_token_start_where_the_scores_start() -> None:
 
 def test_more_than_there_are() -> None:
     assert flashinfer.top_k_ragged_transform(torch.zeros(1, 2), int32(5), int32(2), 4).tolist() == [[5, 6, -1, -1]]
+    assert flashinfer.top_k_page_table_transform(torch.zeros(1, 2), int32([]), int32(0), 2).tolist() == [[-1, -1]]
 
 
 @torch.inference_mode()

@@ -177,6 +177,12 @@ def test_refused_latent(changes: dict[str, Any], message: str) -> None:
         )
 
 
+def test_refused_sizes_of_latents() -> None:
+    tensors = *LATENT, torch.empty(0)
+    with pytest.raises(TypeError, match=r"^trtllm_batch_decode_with_kv_cache_mla: kv_lora_rank: expected an int, got"):
+        trtllm_batch_decode_with_kv_cache_mla(*tensors, 8, 12.0, ROPE, TABLES, LENS, 8)  # type: ignore[arg-type]
+
+
 def test_refused_ragged() -> None:
     rows = torch.zeros(4, HEADS, DIM)
     arguments = rows, rows, rows, torch.empty(0), LENS, 3, 7, 0.5, 2.0, -1.0, 2, -1, STARTS, STARTS, None, True, False

@@ -234,6 +234,8 @@ def write_to_slots(memory: Tensor, slots: Tensor, values: Tensor, is_written: Te
         values: [num_seqs, ...].
         is_written: bool [num_seqs].
     """
+    if len(slots) == 0:
+        return
     # What is not written becomes the first that is, once more.
     sources = torch.arange(len(slots), device=slots.device).where(is_written, is_written.int().argmax())
     slots = slots[sources].clamp_min(0)

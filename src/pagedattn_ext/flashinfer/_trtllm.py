@@ -287,7 +287,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     name = function.__qualname__
     check_tensors(name, query=query, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens)
     check_rank(name, "query", query, 4 if cum_seq_lens_q is None else 3)
-    width = kv_lora_rank + qk_rope_head_dim
+    kv_lora_rank = to_int(name, "kv_lora_rank", kv_lora_rank)
+    width = kv_lora_rank + to_int(name, "qk_rope_head_dim", qk_rope_head_dim)
     if query.shape[-1] != width:
         raise refusal(function, "query", f"heads of {width} (kv_lora_rank + qk_rope_head_dim)", query.shape[-1])
     latents = kv_cache[:, 0] if kv_cache.dim() == 4 and kv_cache.shape[1] == 1 else kv_cache

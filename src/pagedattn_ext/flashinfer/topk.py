@@ -121,6 +121,7 @@ def top_k_page_table_transform(
             expected, got = f"{needed} pages, for the tokens of all rows", max_num_pages
             raise ValueError(f"{function.__qualname__}: src_page_table: expected {expected}, got {got}")
     entries = torch.where(is_token, local // page_size + (0 if first is None else first[:, None]), 0)
+    tables = tables if max_num_pages else tables.new_zeros(num_rows, 1)  # no row has a token
     slots = tables.gather(1, entries) * page_size + local % page_size
     if out_raw_indices is not None:
         out_raw_indices.copy_(torch.where(is_token, local, -1))
