@@ -8,7 +8,7 @@ import reference
 import torch
 from checks import assert_close_to_reference
 
-from pagedattn_ext.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from pagedattn_ext.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 
 def make_arguments(dtype: torch.dtype = torch.float32, sizes: tuple[int, int] = (48, 32), seqlen_q: int = 2) -> dict:
@@ -104,3 +104,53 @@ def test_what_is_refused(what: str) -> None:
     error, argument, value = WRONG[what]
     with pytest.raises(error, match=f"^flash_mla_with_kvcache: {argument}: expected .+, got .+"):
         flash_mla_with_kvcache(**make_arguments() | {argument: value})
+
+
+SPARSE = {
+    "q": torch.randn(3, 4, 40, generator=torch.Generator().manual_seed(1)),
+    "kv": torch.randn(9, 2, 40, generator=torch.Generator().manual_seed(2)),
+    # A token twice counts twice; -1 and 9 are none; the last row sees nothing.
+    "indices": torch.tensor([[[8, -1, 2, 2], [0, 1, 9, 3]], [[5, 6, 7, 8]] * 2, [[-1, 9, 0, 1]] * 2]),
+    "sm_scale": 0.3,
+    "d_v": 32,
+    "topk_length": torch.tensor([4, 3, 2], dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize("with_sink", [False, True])
+def test_flash_mla_sparse_fwd(with_sink: bool) -> None:
+    """In fp64. Catches tokens that a row does not see, and a sink in the lse."""
+    sink = torch.tensor([0.5, -math.inf, math.inf, -1.0]) if with_sink else None
+    out, max_logits, lse = flash_mla_sparse_fwd(**SPARSE, attn_sink=sink)
+    for row, length in enumerate(SPARSE["topk_length"].tolist()):
+        for head in range(4):
+            chosen = SPARSE["indices"][row, head // 2, :length]
+            keys = SPARSE["kv"][chosen[(chosen >= 0) & (chosen < 9)], head // 2].double()
+            logits = keys @ SPARSE["q"][row, head].double() * 0.3
+            sinks = logits.new_zeros(0) if sink is None else sink[head : head + 1].double()
+            weights = torch.cat([logits, sinks]).softmax(0)[: len(logits)] if len(logits) else logits
+            weights = torch.zeros_like(logits) if sinks.isposinf().any() else weights
+            torch.testing.assert_close(out[row, head].double(), weights @ keys[:, :32], rtol=2e-5, atol=2e-6)
+            expected = [float(logits.max()), float(logits.logsumexp(0))] if len(logits) else [-math.inf, math.inf]
+            found = torch.stack([max_logits[row, head], lse[row, head]])
+            torch.testing.assert_close(found, torch.tensor(expected), rtol=2e-6, atol=2e-6)
+
+
+WRONG_SPARSE: dict[str, tuple[type[Exception], str, Any]] = {
+    "q": (ValueError, "q", torch.zeros(3, 40)),
+    "other keys": (ValueError, "kv", torch.zeros(9, 2, 32)),
+    "dtype of kv": (TypeError, "kv", torch.zeros(9, 2, 40, dtype=torch.float16)),
+    "floats as indices": (TypeError, "indices", torch.zeros(3, 2, 4)),
+    "indices of other heads": (ValueError, "indices", torch.zeros(3, 1, 4, dtype=torch.int32)),
+    "value size": (ValueError, "d_v", 41),
+    "scale": (ValueError, "sm_scale", math.nan),
+    "sinks of other heads": (ValueError, "attn_sink", torch.zeros(2)),
+    "lengths": (ValueError, "topk_length", int32(4, 3, 5)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_SPARSE)
+def test_what_sparse_prompts_refuse(what: str) -> None:
+    error, argument, value = WRONG_SPARSE[what]
+    with pytest.raises(error, match=f"^flash_mla_sparse_fwd: {argument}: expected .+, got .+"):
+        flash_mla_sparse_fwd(**SPARSE | {argument: value})

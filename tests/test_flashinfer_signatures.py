@@ -18,6 +18,8 @@ SPLIT = {"fixed_split_size": None, "disable_split_kv": False}
 SCALES = {"q_scale": None, "k_scale": None, "v_scale": None}
 RESULTS = {"out": None, "lse": None, "return_lse": False}
 LSE = {"lse_base": "log2", "lse_layout": "NH"}
+TRTLLM_OUT = dict.fromkeys(("out", "out_dtype", "o_sf_scale", "o_sf_vec_size"))
+TOP_K = {"deterministic": False, "tie_break": 0, "dsa_graph_safe": False}
 LENGTHS = {"max_token_per_sequence": None, "max_sequence_kv": None}
 
 
@@ -273,6 +275,72 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "silu_and_mul": required("input") | {"out": None, "enable_pdl": None},
     "gelu_and_mul": required("input") | {"out": None, "enable_pdl": None},
     "gelu_tanh_and_mul": required("input") | {"out": None, "enable_pdl": None},
+    "top_k": required("input", "k") | {"sorted": False} | TOP_K,
+    "top_k_ragged_transform": required("input", "offsets", "lengths", "k") | TOP_K | {"row_starts": None},
+    "top_k_page_table_transform": {
+        **required("input", "src_page_table", "lengths", "k"),
+        "row_to_batch": None,
+        **TOP_K,
+        **dict.fromkeys(("row_starts", "page_table_row_starts")),
+        "page_size": 1,
+        **dict.fromkeys(("out", "out_raw_indices")),
+    },
+    "decode.trtllm_batch_decode_with_kv_cache": {
+        **required("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_seq_len"),
+        **{"bmm1_scale": 1.0, "bmm2_scale": 1.0, "window_left": -1, **TRTLLM_OUT, "sinks": None, "kv_layout": "HND"},
+        **{"enable_pdl": None, "backend": "auto", "q_len_per_req": 1, "o_scale": 1.0},
+        **dict.fromkeys(("mask", "max_q_len", "cum_seq_lens_q", "skip_softmax_threshold_scale_factor", "kv_cache_sf")),
+        **{"uses_shared_paged_kv_idx": True, "lse": None, "return_lse": False, "bmm1_scale_log2": None},
+        **{"multi_ctas_kv_counter_buffer": None, "enable_block_sparse_attention": False},
+        "bf16q_fp8kv_transform_mode": None,
+    },
+    "prefill.trtllm_batch_context_with_kv_cache": {
+        **required("query", "kv_cache", "workspace_buffer", "block_tables", "seq_lens", "max_q_len", "max_kv_len"),
+        **required("bmm1_scale", "bmm2_scale", "batch_size", "cum_seq_lens_q", "cum_seq_lens_kv"),
+        **{"window_left": -1, **TRTLLM_OUT, "kv_layout": "HND", "enable_pdl": None, "sinks": None},
+        **{"kv_cache_sf": None, "skip_softmax_threshold_scale_factor": None, "uses_shared_paged_kv_idx": True},
+        **{"causal": True, "lse": None, "return_lse": False, "multi_ctas_kv_counter_buffer": None},
+        **{"use_fp16_softmax": None, "uses_spcompress": None},
+    },
+    "decode.trtllm_batch_decode_with_kv_cache_mla": {
+        **required("query", "kv_cache", "workspace_buffer", "qk_nope_head_dim", "kv_lora_rank", "qk_rope_head_dim"),
+        **required("block_tables", "seq_lens", "max_seq_len"),
+        **{"sparse_mla_top_k": 0, "out": None, "bmm1_scale": 1.0, "bmm2_scale": 1.0, "sinks": None},
+        **{"skip_softmax_threshold_scale_factor": None, "enable_pdl": None, "backend": "auto", "is_var_seq": True},
+        **{"uses_shared_paged_kv_idx": True, "lse": None, "return_lse": False, "cute_dsl_impl": "auto"},
+        **{"kv_scale_format": "auto", "cum_seq_lens_q": None, "max_q_len": None, "multi_ctas_kv_counter_buffer": None},
+        **{"sparse_mla_top_k_lens": None, "enable_dcp": False, "cp_world": 1, "cp_rank": 0},
+        **{"causal_seqlens_kv_global": None, "use_fp16_softmax": None},
+    },
+    "prefill.trtllm_ragged_attention_deepseek": {
+        **required("query", "key", "value", "workspace_buffer", "seq_lens", "max_q_len", "max_kv_len", "bmm1_scale"),
+        **required("bmm2_scale", "o_sf_scale", "batch_size", "window_left", "cum_seq_lens_q", "cum_seq_lens_kv"),
+        **required("enable_pdl", "is_causal", "return_lse"),
+        **dict.fromkeys(("attention_sinks", "skip_softmax_threshold_scale_factor", "out", "lse")),
+        **{"sage_attn_sfs": (None,) * 4, "num_elts_per_sage_attn_blk": (0,) * 4, "backend": "trtllm-gen"},
+        **dict.fromkeys(("q_seq_lens_cpu", "kv_seq_lens_cpu", "use_fp16_softmax", "uses_spcompress")),
+    },
+    "concat_ops.concat_mla_k": required("k", "k_nope", "k_rope"),
+    "chunk_gated_delta_rule": {
+        **required("q", "k", "v"),
+        **dict.fromkeys(("g", "beta", "scale", "initial_state")),
+        "output_final_state": False,
+        "cu_seqlens": None,
+        "use_qk_l2norm_in_kernel": False,
+        **dict.fromkeys(("output", "output_state", "state_checkpoints", "checkpoint_cu_starts")),
+        "checkpoint_every_n_tokens": 0,
+        "use_cp": "auto",
+        **dict.fromkeys(("state_indices", "_cp_chunk_len")),
+    },
+    "mamba.selective_state_update": {
+        **required("state", "x", "dt", "A", "B", "C", "D"),
+        **{"z": None, "dt_bias": None, "dt_softplus": False, "state_batch_indices": None, "pad_slot_id": -1},
+        **{"state_scale": None, "out": None, "disable_state_update": False},
+        **dict.fromkeys(("intermediate_states_buffer", "intermediate_state_indices", "intermediate_state_scales")),
+        **{"rand_seed": None, "philox_rounds": 10, "cache_steps": 0, "algorithm": "auto"},
+        **dict.fromkeys(("dst_state_batch_indices", "cu_seqlens", "num_accepted_tokens")),
+        "backend": "auto",
+    },
     "apply_rope_with_cos_sin_cache_inplace": {
         **required("positions", "query", "key", "head_size", "cos_sin_cache"),
         "is_neox": True,

@@ -77,9 +77,11 @@ def test_modules_of_their_names() -> None:
 
         from causal_conv1d.causal_conv1d_interface import causal_conv1d_fn, causal_conv1d_update
         from causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
+        from fla.modules import FusedRMSNormGated
         from fla.ops import chunk_gated_delta_rule
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+        from mamba_ssm.ops.triton.layernorm_gated import RMSNorm, rmsnorm_fn
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     """

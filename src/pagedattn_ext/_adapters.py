@@ -223,3 +223,20 @@ def states_before(
     check_shape(function, name, states, shape)
     check_real(function, name, states)
     return states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def write_to_slots(memory: Tensor, slots: Tensor, values: Tensor, is_written: Tensor) -> None:
+    """memory[slots] = values, where is_written. All shapes are known, so that a graph can record it.
+
+    Args:
+        memory: [num_slots, ...], any dtype.
+        slots: int32 or int64 [num_seqs]; any number where nothing is written.
+        values: [num_seqs, ...].
+        is_written: bool [num_seqs].
+    """
+    if len(slots) == 0:
+        return
+    # What is not written becomes the first that is, once more.
+    sources = torch.arange(len(slots), device=slots.device).where(is_written, is_written.int().argmax())
+    slots = slots[sources].clamp_min(0)
+    memory[slots] = values[sources].to(memory.dtype).where(is_written.any(), memory[slots])

@@ -59,6 +59,18 @@ def check_starts(
         raise ValueError(f"{function.__qualname__}: {name}: expected at most {largest} last, got {offsets[-1]}")
 
 
+def check_range(
+    function: Callable[..., Any], name: str, tensor: Tensor, size: int, largest: int, smallest: int = 0
+) -> None:
+    """int32 or int64 [size], from smallest to largest."""
+    check_indices(function, name, tensor, size)
+    if not values_are_checked(tensor):
+        return
+    for value in tensor.tolist():
+        if not smallest <= value <= largest:
+            raise ValueError(f"{function.__qualname__}: {name}: expected {smallest} to {largest}, got {value}")
+
+
 def check_page_lists(function: Callable[..., Any], page_size: int, **lists: Tensor) -> None:
     """The three lists by which sequences have pages, under the function's names, in this order: where the pages of each
     sequence begin [num_seqs + 1], the pages [any number], and the tokens in the last page of each sequence [num_seqs],

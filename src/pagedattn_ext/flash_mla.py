@@ -1,13 +1,14 @@
-"""FlashMLA's functions for dense decoding on the ops of this package, on a CPU as on CUDA.
+"""FlashMLA's functions for dense decoding and for sparse prompts on the ops of this package, on a CPU as on CUDA.
 
-    from pagedattn_ext.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+    from pagedattn_ext.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 Names, order and meaning of the arguments are those of FlashMLA. More than theirs: fp32 and fp16, any number of heads,
 any page size, any head sizes with a value of up to 512 numbers, and a rotary part of as many.
 
 Taken, and without effect: tile_scheduler_metadata and num_splits, also those of older versions; here is nothing to
-plan. Refused, with a ValueError that names the argument: fp8 caches and sparse attention (is_fp8_kvcache, indices,
-attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length).
+plan. Refused, with a ValueError that names the argument: fp8 caches, and sparse attention in pages
+(is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length and extra_topk_length of
+`flash_mla_with_kvcache`).
 """
 
 import math
@@ -17,15 +18,16 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import call_as, expect_defaults, refuse_bools, refuse_gradients
-from ._index_checks import check_indices
+from ._adapters import call_as, check_shape, expect_defaults, refuse_bools, refuse_gradients
+from ._index_checks import check_indices, check_range
 from .ops._call import check_rank, check_tensors, to_int
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 # What FlashMLA calls the arguments of the op.
 NAMES = {"q_nope": "q", "q_pe": "q", "kv_c_cache": "k_cache", "k_pe_cache": "k_cache", "block_tables": "block_table"}
 NAMES |= {"seq_lens": "cache_seqlens", "scale": "softmax_scale"}
+NAMES_OF_SPARSE = {"q_nope": "q", "q_pe": "q", "kv_c_cache": "kv", "k_pe_cache": "kv", "scale": "sm_scale"}
 
 
 class FlashMLASchedMeta:
@@ -106,3 +108,78 @@ def flash_mla_with_kvcache(
     out, lse = parts[0] if num_kv_heads == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     return out.view(batch, seqlen_q, num_heads, head_dim_v), lse.view(batch, seqlen_q, num_heads).transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Latent attention of each row over tokens of its own.
+
+    Args:
+        q: [num_rows, num_heads, head_size], absorbed queries.
+        kv: [num_tokens, num_kv_heads, head_size] of the same dtype; values are the first d_v numbers. Each head of it
+            serves num_heads / num_kv_heads heads of q that follow each other.
+        indices: int32 or int64 [num_rows, num_kv_heads, topk], the tokens that each row sees. Less than 0, and from
+            num_tokens on, is no token.
+        attn_sink: [num_heads], a logit that takes a share of the weights and has no value; it is not in the lse.
+        topk_length: int32 or int64 [num_rows], how many of the row's indices count; None is all.
+
+    Returns:
+        out [num_rows, num_heads, d_v], the greatest logits and the lse, both fp32 [num_rows, num_heads]. A row that
+        sees nothing gives zeros, -inf and +inf, as in FlashMLA. The greatest logits cost as much as the attention.
+
+    Raises TypeError and ValueError for a wrong type, shape or value.
+    """
+    function = flash_mla_sparse_fwd
+    refuse_bools(function, sm_scale=sm_scale)
+    check_tensors(function.__name__, q=q, kv=kv, indices=indices)
+    check_rank(function.__name__, "q", q, 3)
+    check_rank(function.__name__, "kv", kv, 3)
+    refuse_gradients(function, q=q, kv=kv)
+    num_rows, num_heads, head_size = q.shape
+    num_tokens, num_kv_heads, _ = kv.shape
+    if kv.shape[2] != head_size or num_kv_heads == 0 or num_heads % num_kv_heads:
+        expected = f"heads of {head_size} numbers, as q has, whose number divides the {num_heads} of q"
+        raise ValueError(f"{function.__name__}: kv: expected {expected}, got shape {list(kv.shape)}")
+    check_rank(function.__name__, "indices", indices, 3)
+    check_indices(function, "indices", indices.flatten())
+    topk = indices.shape[2]
+    check_shape(function, "indices", indices, (num_rows, num_kv_heads, topk))
+    d_v = to_int(function.__name__, "d_v", d_v)
+    if not 1 <= d_v <= head_size:
+        raise ValueError(f"{function.__name__}: d_v: expected 1 to {head_size}, got {d_v}")
+    check_shape(function, "attn_sink", attn_sink, (num_heads,))
+    is_seen = (indices >= 0) & (indices < num_tokens)
+    if topk_length is not None:
+        check_range(function, "topk_length", topk_length, num_rows, topk)
+        is_seen &= torch.arange(topk, device=q.device) < topk_length[:, None, None]
+
+    def attend(scale: float) -> tuple[Tensor, Tensor]:
+        """Each row is a sequence, whose pages have one token."""
+        parts = []
+        for head, rows in enumerate(q.chunk(num_kv_heads, 1)):
+            latents, seen = kv[:, head, None], is_seen[:, head]
+            table = indices[:, head].gather(1, seen.logical_not().sort(stable=True).indices)
+            parts.append(
+                call_as(
+                    function, NAMES_OF_SPARSE, ops.mla_attention,
+                    rows[..., :d_v], rows[..., d_v:], latents[..., :d_v], latents[..., d_v:], table, seen.sum(1),
+                    scale=scale,
+                )
+            )  # fmt: skip
+        out, lse = parts[0] if num_kv_heads == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
+        return out, lse
+
+    out, lse = attend(sm_scale)
+    # With logits so far apart, all weight is on the greatest one.
+    max_logits = attend(sm_scale * 2.0**40)[1] * 2.0**-40
+    if attn_sink is not None:
+        shares = torch.sigmoid(lse - attn_sink).masked_fill(lse == -math.inf, 0)
+        out = (out * shares[..., None]).to(q.dtype)
+    return out, max_logits, lse.masked_fill(lse == -math.inf, math.inf)

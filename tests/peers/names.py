@@ -39,6 +39,7 @@ REFERENCES = {
     "causal_conv1d.causal_conv1d_interface": "causal-conv1d/causal_conv1d/causal_conv1d_interface.py",
     "causal_conv1d.causal_conv1d_varlen": "causal-conv1d/causal_conv1d/causal_conv1d_varlen.py",
     "mamba_ssm.ops.selective_scan_interface": "mamba/mamba_ssm/ops/selective_scan_interface.py",
+    "mamba_ssm.ops.triton.layernorm_gated": "mamba/mamba_ssm/ops/triton/layernorm_gated.py",
     "mamba_ssm.ops.triton.selective_state_update": "mamba/mamba_ssm/ops/triton/selective_state_update.py",
     "fla.ops.gated_delta_rule.gate": "flash-linear-attention/fla/ops/gated_delta_rule/gate.py",
     "fla.ops.gated_delta_rule.naive": "flash-linear-attention/fla/ops/gated_delta_rule/naive.py",
@@ -122,9 +123,11 @@ def add_helpers_of_tests(checkouts: Path) -> None:
     utils = importlib.import_module("flashinfer.utils")
     utils.get_compute_capability = lambda device: CAPABILITY
     utils.is_sm90a_supported = lambda device: True
+    utils.is_sm100a_supported = utils.is_sm12x_supported = lambda device: False
     utils.has_flashinfer_jit_cache = lambda: True
     utils.device_support_pdl = lambda device: True
     utils.GPUArchitectureError = type("GPUArchitectureError", (Exception,), {})
+    importlib.import_module("flashinfer.topk").can_implement_filtered_topk = lambda: True
     interface = importlib.import_module("flash_attn.flash_attn_interface")
     interface.USE_TRITON_ROCM = False
     of_fla = importlib.import_module("fla.utils")

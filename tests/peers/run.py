@@ -53,26 +53,36 @@ FLASHINFER = Suite(
         *("tests/attention/test_fp8_prefill.py", "tests/attention/test_rope.py"),
         *("tests/utils/test_norm.py", "tests/utils/test_activation.py", "tests/utils/test_sampling.py"),
         *("tests/utils/test_quantization.py", "tests/attention/test_deepseek_mla.py"),
-        "tests/attention/test_mla_page.py",
+        *("tests/attention/test_mla_page.py", "tests/utils/test_topk.py", "tests/utils/test_concat_mla.py"),
+        "tests/gdn/test_prefill_state_indices.py",
     ),
-    "not (nvfp4 or quant_ or rope_quantize or cutlass_mla or mla_fp8 or fp8_kv or int64_stride or overflow or compil"
-    " or smem or cutile or rejects_mismatched_q_len)",
+    "not (nvfp4 or quant_invalid or cutlass_mla or mla_fp8 or fp8_kv or int64_stride or overflow or compil"
+    " or smem_probe or cutile or rejects_mismatched_q_len or dirty_cached or clusters or dtype_mismatch)",
 )
 FLASH_ATTN = Suite(
     "flash-attention",
     (
         *("tests/test_flash_attn.py", "hopper/test_flash_attn.py", "tests/cute/test_flash_attn.py"),
         *("tests/cute/test_flash_attn_varlen.py", "tests/test_rotary.py"),
-        "tests/ops/triton/test_layer_norm.py",
+        *("tests/ops/triton/test_layer_norm.py", "tests/test_flash_attn_ck.py"),
     ),
     "not (bwd or backward or grad or race_condition or deterministic or mla or sm100 or compilation or cache_separates"
     " or norm_linear or bw_compatibility or invalid_head_dim or generator_arg)",
 )
 CAUSAL_CONV1D = Suite("causal-conv1d", ("tests/test_causal_conv1d.py",), "not (bwd or race_condition)")
 MAMBA = Suite(
-    "mamba", ("tests/ops/test_selective_scan.py", "tests/ops/triton/test_selective_state_update.py"), "not inner"
+    "mamba",
+    (
+        *("tests/ops/test_selective_scan.py", "tests/ops/triton/test_selective_state_update.py"),
+        "tests/ops/triton/test_layernorm_gated.py",
+    ),
+    "not inner",
 )
-FLA = Suite("flash-linear-attention", ("tests/ops/test_gdn.py",), "not (flash_qla or wy_repr or blackwell)")
+FLA = Suite(
+    "flash-linear-attention",
+    ("tests/ops/test_gdn.py", "tests/modules/test_layernorm_gated.py"),
+    "not (flash_qla or wy_repr or blackwell or gate_linear)",
+)
 SUITES = (FLASHINFER, FLASH_ATTN, CAUSAL_CONV1D, MAMBA, FLA)
 
 

@@ -4,7 +4,7 @@
 
 Names, order, defaults and results are those of flash-linear-attention 0.4. The arguments that 0.5 has added are taken
 as keywords. Both functions compute the same, token by token. Tensors of several dtypes are computed with in fp32.
-`pagedattn_ext.ops.gated_delta_rule` takes states in slots.
+`pagedattn_ext.ops.gated_delta_rule` takes states in slots. `fla.modules` has norms with a gate, in plain torch.
 
 The submodules import by absolute names, so that they load under the name `fla` as well.
 """

@@ -24,12 +24,13 @@ What costs more than in FlashInfer, because `run` makes copies for ops that have
 Refused, with a ValueError that names the argument: jit_args other than those of attention with sinks, all of multi-item
 scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap or with
 a mask; of latent attention (`mla`) also use_cuda_graph, fp8, and what is for the cutlass backend. Left out: sparse
-attention, quantization but for packed masks, norms and rotations, communication, mixtures of experts, and the functions
-of one backend alone (trtllm, cudnn, xqa).
+attention, quantization but for packed masks, norms and rotations, pipes of logits, communication, mixtures of experts,
+and the functions of one backend alone (cudnn, xqa, and those of trtllm but the four in `_trtllm.py`).
 """
 
 from typing import NoReturn
 
+from . import concat_ops, mamba
 from .activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from .attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from .cascade import (
@@ -46,6 +47,7 @@ from .decode import (
     fast_decode_plan,
     single_decode_with_kv_cache,
 )
+from .gdn_prefill import chunk_gated_delta_rule
 from .mla import BatchMLAPagedAttentionWrapper
 from .norm import (
     fused_add_rmsnorm,
@@ -94,6 +96,7 @@ from .sampling import (
     top_p_renorm_probs,
     top_p_sampling_from_probs,
 )
+from .topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
 
 __all__ = [
     "BatchAttention",
@@ -106,6 +109,7 @@ __all__ = [
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "TopKTieBreak",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "apply_llama31_rope",
@@ -119,6 +123,8 @@ __all__ = [
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
     "chain_speculative_sampling",
+    "chunk_gated_delta_rule",
+    "concat_ops",
     "fast_decode_plan",
     "fused_add_rmsnorm",
     "fused_add_rmsnorm_quant",
@@ -130,6 +136,7 @@ __all__ = [
     "get_seq_lens",
     "layernorm",
     "layernorm_quant",
+    "mamba",
     "merge_state",
     "merge_state_in_place",
     "merge_states",
@@ -148,7 +155,10 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "softmax",
+    "top_k",
     "top_k_mask_logits",
+    "top_k_page_table_transform",
+    "top_k_ragged_transform",
     "top_k_renorm_probs",
     "top_k_sampling_from_probs",
     "top_k_top_p_sampling_from_logits",

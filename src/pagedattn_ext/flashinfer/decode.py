@@ -8,6 +8,8 @@ from torch import Tensor
 from .._adapters import expect_defaults
 from ._plan import Dtype, refusal, results_of
 from ._single import attend_one
+from ._trtllm import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
+from ._trtllm import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
 from ._wrapper import PagedWrapper
 from .page import PagedCache
 

@@ -11,6 +11,7 @@ from .. import ops
 from .._adapters import call_as, expect_defaults, refuse_bools
 from .._index_checks import check_indices, check_starts
 from ._plan import refusal, results_of
+from ._trtllm import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
 
 # What FlashInfer calls the arguments of the op.
 NAMES = {"kv_c_cache": "ckv_cache", "k_pe_cache": "kpe_cache", "block_tables": "kv_indices", "scale": "sm_scale"}

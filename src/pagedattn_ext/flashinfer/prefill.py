@@ -13,6 +13,8 @@ from ._mask import mask_of
 from ._plan import NAMES, Dtype, Plan, Scale, in_dtype, results_of
 from ._ragged import RaggedBatch, attend_ragged
 from ._single import attend_one
+from ._trtllm import trtllm_batch_context_with_kv_cache as trtllm_batch_context_with_kv_cache
+from ._trtllm import trtllm_ragged_attention_deepseek as trtllm_ragged_attention_deepseek
 from ._wrapper import PagedWrapper, Wrapper
 from .page import PagedCache
 

@@ -4,7 +4,7 @@
 
 Names, order, defaults and results are those of mamba-ssm 2.3. All compute token by token: `chunk_size` has no effect.
 Tensors of several dtypes are computed with in fp32. `pagedattn_ext.ops.selective_scan` takes rows of sequences of any
-lengths, and states in slots.
+lengths, and states in slots. `mamba_ssm.ops.triton.layernorm_gated` has norms with a gate, in plain torch.
 
 The submodules import by absolute names, so that they load under the name `mamba_ssm` as well.
 """

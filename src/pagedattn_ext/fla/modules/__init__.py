@@ -1,0 +1,5 @@
+"""What flash-linear-attention has as modules: norms with a gate."""
+
+from pagedattn_ext.fla.modules.fused_norm_gate import FusedLayerNormGated, FusedRMSNormGated
+
+__all__ = ["FusedLayerNormGated", "FusedRMSNormGated"]
