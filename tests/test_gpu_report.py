@@ -270,7 +270,7 @@ def test_results_are_written_as_they_come(tmp_path: Path, capsys: pytest.Capture
     """Each command sees those before it; one that fails, or is not installed, is not the end."""
     from gpu.commands import Command
 
-    look = f"import json; print(*json.load(open({str(tmp_path / 'summary.json')!r}))['steps'])"
+    look = f"import json; print(*json.load(open({str(tmp_path / 'summary.json')!r}))['steps'], flush=True)"
     steps = {
         "versions": [[command("first", "-c", look), Command("missing", ["no-such-program"], 1)]],
         "suite": [[command("second", "-c", f"{look}; raise SystemExit('wrong')")], [command("third", "-c", look)]],

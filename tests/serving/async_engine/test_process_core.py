@@ -298,7 +298,7 @@ def test_nothing_of_a_request_is_left(text_model: str, warm: StartedRanks) -> No
             await serve_all_kinds(serving)
             expect_none_grown(before_there, await serving.call(census), EACH_KIND)
             expect_none_grown(before, census(), EACH_KIND)
-            for name in ("NewsPacker._metrics", "EngineLoop._aborted", "LLMEngine._requests"):
+            for name in ("NewsPacker._metrics", "EngineLoop._aborted", "UnfinishedRequests.by_id"):
                 assert name in before_there  # it is looked at
 
     play(main())
