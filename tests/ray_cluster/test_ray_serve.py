@@ -159,5 +159,6 @@ def test_two_clusters(client: httpx.Client) -> None:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS) as neighbour:
             assert text_of(complete(neighbour)) == text_of(complete(client)) == TEXT
         process.stdin.close()
+        process.stdout.read()  # what Ray says as it ends finds a reader
     assert process.returncode == 0 and not is_running(replica.core_pid)
     assert text_of(complete(client)) == TEXT  # the end of one is not the end of the other
