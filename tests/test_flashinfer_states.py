@@ -80,6 +80,10 @@ def test_no_sequences() -> None:
     assert out.shape == (0, 4, V_DIM)
     named = {name: each[:0] if name in ("x", "dt", "B", "C", "z") else each for name, each in update.items()}
     assert selective_state_update(pool, **named).shape == (0, 3, HEADS, DIM)
+    before = pool.clone()
+    named = {name: each[:, :0] if name in ("x", "dt", "B", "C", "z") else each for name, each in update.items()}
+    assert selective_state_update(pool, **named).shape == (BATCH, 0, HEADS, DIM)  # of no token
+    assert_same_bits(pool, before)
 
 
 def test_chunk_gated_delta_rule_without_gates() -> None:
@@ -199,7 +203,7 @@ UPDATE: list[Any] = [
     *[torch.zeros(BATCH, 2, 2, STATE)] * 2, None,
 ]  # fmt: skip
 STARTED = {"cu_seqlens": STARTS}
-INDICES = torch.tensor([0, 1, 5])
+INDICES, TWICE = torch.tensor([0, 1, 5]), torch.tensor([2, 0, 2])
 WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
     (
         chunk_gated_delta_rule,
@@ -225,6 +229,24 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
         "output_state: expected an explicit output_state pool",
     ),
     (selective_state_update, UPDATE, {"state_batch_indices": INDICES}, "state_batch_indices: expected -1 to 4, got 5"),
+    (
+        chunk_gated_delta_rule,
+        RULE,
+        STARTED | {"output_final_state": True, "state_indices": TWICE, "output_state": POOL},
+        "state_indices: expected every slot once, got 2 again at sequence 2",
+    ),
+    (
+        selective_state_update,
+        UPDATE,
+        {"state_batch_indices": TWICE},
+        "state_batch_indices: expected every slot once, got 2 again at sequence 2",
+    ),
+    (
+        selective_state_update,
+        UPDATE,
+        {"intermediate_states_buffer": torch.zeros(BATCH, 2)},
+        "intermediate_states_buffer: expected 5 dimensions, got 2",
+    ),
     (selective_state_update, UPDATE, {"cu_seqlens": STARTS}, "cu_seqlens: expected None, got a tensor"),
     (
         selective_state_update,

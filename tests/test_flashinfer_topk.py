@@ -149,5 +149,7 @@ def test_refused(function: Callable[..., Any], arguments: list[Any], options: di
 def test_wrong_dtypes_are_refused() -> None:
     with pytest.raises(TypeError, match=r"^top_k: input: expected a float dtype, got int32"):
         flashinfer.top_k(TABLE, 1)
+    with pytest.raises(TypeError, match=r"^top_k_page_table_transform: out: expected dtype int32, got uint8"):
+        PAGES(X, TABLE, LENGTHS, K, out=torch.zeros(ROWS, K, dtype=torch.uint8))  # which would cut slots off
     with pytest.raises(TypeError, match=r"^concat_mla_k: k_rope: expected dtype float32, as k has, got float64"):
         concat_mla_k(torch.zeros(1, 1, 3), torch.zeros(1, 1, 2), torch.zeros(1, 1, 1).double())

@@ -219,3 +219,16 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
     arguments |= {"seq_lens": LENS, "max_seq_len": 8} | changes
     with pytest.raises(ValueError, match=f"^trtllm_batch_decode_with_kv_cache: {message}"):
         trtllm_batch_decode_with_kv_cache(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bmm1_scale": [1.0]}, "bmm1_scale: expected a number, got list"),
+        ({"bmm2_scale": "x"}, "bmm2_scale: expected a number, got str"),
+        ({"out": [Q]}, "out: expected a torch.Tensor, got list"),
+    ],
+)
+def test_wrong_types_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=f"^trtllm_batch_decode_with_kv_cache: {message}$"):
+        trtllm_batch_decode_with_kv_cache(Q, CACHE, torch.empty(0), TABLES, LENS, 8, **changes)

@@ -79,6 +79,8 @@ def test_gated_norm_of_fla(is_rms_norm: bool, activation: str) -> None:
 
 X, W = torch.zeros(2, 3, SIZE), torch.zeros(SIZE)
 WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
+    (rms_norm_gated, [X[0, 0, 0], X[0, 0, 0], None, None], {}, r"x: expected rows of .* at least, got shape \[\]"),
+    (layer_norm_gated, [X[..., :0], X[..., :0], None, None], {}, r"x: expected rows of .*, got shape \[2, 3, 0\]"),
     (layernorm_fn, [X, W[1:], None], {}, r"weight: expected shape \[12\], got \[11\]"),
     (rmsnorm_fn, [X, W, None, X[0]], {}, r"z: expected shape \[2, 3, 12\], got \[3, 12\]"),
     (rmsnorm_fn, [X, W, None], {"group_size": 5}, r"group_size: expected a divisor of 12 .*, got 5"),

@@ -11,6 +11,8 @@ from ._adapters import check_real, check_shape
 
 def check_norm(function: Callable[..., Any], x: Tensor, **of_channels: Tensor | None) -> None:
     """x is [..., hidden_size] of real numbers, and so is each of of_channels, [hidden_size], that is not None."""
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"{function.__qualname__}: x: expected rows of 1 number at least, got shape {list(x.shape)}")
     check_real(function, "x", x)
     for name, tensor in of_channels.items():
         check_shape(function, name, tensor, x.shape[-1:])

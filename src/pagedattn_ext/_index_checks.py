@@ -71,6 +71,19 @@ def check_range(
             raise ValueError(f"{function.__qualname__}: {name}: expected {smallest} to {largest}, got {value}")
 
 
+def check_once(function: Callable[..., Any], name: str, slots: Tensor) -> None:
+    """No slot twice, of those that are written. Less than 0 is none."""
+    if not values_are_checked(slots):
+        return
+    seen = set()
+    for sequence, slot in enumerate(slots.tolist()):
+        if slot in seen:
+            text = f"expected every slot once, got {slot} again at sequence {sequence}"
+            raise ValueError(f"{function.__qualname__}: {name}: {text}")
+        if slot >= 0:
+            seen.add(slot)
+
+
 def check_page_lists(function: Callable[..., Any], page_size: int, **lists: Tensor) -> None:
     """The three lists by which sequences have pages, under the function's names, in this order: where the pages of each
     sequence begin [num_seqs + 1], the pages [any number], and the tokens in the last page of each sequence [num_seqs],

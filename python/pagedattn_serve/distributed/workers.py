@@ -53,6 +53,7 @@ from pagedattn_serve.distributed.remote import OtherHosts, Placement, RemoteRank
 from pagedattn_serve.distributed.torchrun import TorchrunPlacement, accept, listen, rank_of_torchrun
 from pagedattn_serve.errors import ArgumentError, ExecutorDeadError, describe
 from pagedattn_serve.execution.engine_setup import device_of_rank
+from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.models.partition import Partition
 
 ANSWER_SECONDS = 30.0  # for a rank to leave a group that has broken: at most the time of a layer
@@ -176,6 +177,8 @@ class Workers:
                 raise ArgumentError("tensor_parallel_size", expected, parallel.tensor_parallel_size)
             self.communicator = make_communicator(0, world_size, num_hosts, self.device, num_stages)
             if isinstance(self.communicator, PipelineCommunicator):
+                if launch.placement is None:  # a model that has no such stages is refused before processes start
+                    build_model(model.model, model.dtype, self.partition)
                 self.communicator.at_work = partial(_any_works, self._workers)
             if not self.has_graphs:
                 model = replace(model, enforce_eager=True)

@@ -7,6 +7,7 @@ longest first.
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 
 _RULE = re.compile(r"^[ \t]*[A-Za-z_][\w-]*\s*::=", re.MULTILINE | re.ASCII)
@@ -21,7 +22,8 @@ _TOKEN = re.compile(
     re.VERBOSE | re.ASCII,
 )
 _CHARACTER = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))|(.)", re.DOTALL)
-_CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
+# Letters and digits behind a backslash that XGrammar knows; llama.cpp knows some of them.
+_CONTROLS = {"0": "\0", "a": "\a", "b": "\b", "e": "\x1b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
 _ROOT = "root"
 _NOTHING = '""'
 
@@ -71,30 +73,42 @@ def _tokens(grammar: str) -> Iterator[tuple[str, str]]:
     while place < len(grammar):
         match = _TOKEN.match(grammar, place)
         if match is None:
-            line = grammar.count("\n", 0, place) + 1
-            raise ValueError(f"line {line} of EBNF: expected a part of a rule, got {grammar[place : place + 20]!r}")
-        place = match.end()
+            raise ValueError(f"{_line(grammar, place)}: expected a part of a rule, got {grammar[place : place + 20]!r}")
         kind = match.lastgroup
         if kind == "rule" or kind == "name":
             yield kind, match[kind]
-        elif kind == "text":
-            yield kind, json.dumps("".join(character for _, character in _characters(match["text"])))
-        elif kind == "characters":
-            yield kind, _set(match["characters"])
+        elif kind == "text" or kind == "characters":
+            try:
+                yield kind, _text(match[kind]) if kind == "text" else _set(match[kind])
+            except ValueError as error:
+                raise ValueError(f"{_line(grammar, place)}: {error}") from None
         elif match["least"] is not None:
             yield "times", f"{{{match['least']},{match['most'] if match['comma'] else match['least']}}}"
         elif kind == "sign":
             yield kind, "/(?s:.)/" if match["sign"] == "." else match["sign"]
+        place = match.end()
+
+
+def _line(grammar: str, place: int) -> str:
+    return f"line {grammar.count(chr(10), 0, place) + 1} of EBNF"
 
 
 def _characters(text: str) -> Iterator[tuple[str, str]]:
-    """Each character as it is written, and as it is meant."""
+    """Each character as it is written, and as it is meant. Raises ValueError for an escape that means none: a \\d of
+    regular expressions must not become a d."""
     for match in _CHARACTER.finditer(text):
         digits, escaped = match[1] or match[2] or match[3], match[4]
-        if digits:
+        if digits and int(digits, 16) <= sys.maxunicode:
             yield match[0], chr(int(digits, 16))
+        elif digits or (escaped is not None and escaped.isalnum() and escaped not in _CONTROLS):
+            raise ValueError(rf"expected an escape of a character, as \n, \x41, \u0041 or \U00000041, got {match[0]}")
         else:
             yield match[0], match[5] if escaped is None else _CONTROLS.get(escaped, escaped)
+
+
+def _text(text: str) -> str:
+    """ "text" as a string of Lark."""
+    return json.dumps("".join(meant for _, meant in _characters(text)))
 
 
 def _set(text: str) -> str:

@@ -114,7 +114,10 @@ def one_factor(function: Callable[..., Any], name: str, scale: float | Tensor) -
     refuse_bools(function, **{name: scale})
     if isinstance(scale, Tensor) and scale.numel() != 1:
         raise refusal(function, name, "one number for all heads", f"shape {list(scale.shape)}")
-    return float(scale)
+    try:
+        return float(scale)
+    except (TypeError, ValueError):
+        raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}") from None
 
 
 def results_of(

@@ -360,8 +360,9 @@ def _results(
     lse: Tensor | None,
     return_lse: bool,
 ) -> Any:
-    if out_dtype is None and out is not None:
-        out_dtype = out.dtype
+    if out is not None:
+        check_tensors(function.__qualname__, out=out)
+        out_dtype = out.dtype if out_dtype is None else out_dtype
     if out_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise refusal(function, "out_dtype", "torch.float32, torch.float16 or torch.bfloat16", out_dtype)
     attended = in_dtype(attended, out_dtype)

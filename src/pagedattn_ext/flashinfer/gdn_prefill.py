@@ -18,7 +18,7 @@ from .._adapters import (
     to_fp32,
     write_to_slots,
 )
-from .._index_checks import check_range, check_starts, num_seqs_of
+from .._index_checks import check_once, check_range, check_starts, num_seqs_of
 from ..ops._call import check_rank, check_tensors
 
 NAMES = {"query": "q", "key": "k", "value": "v", "states": "initial_state", "query_start_loc": "cu_seqlens"}
@@ -58,7 +58,8 @@ def chunk_gated_delta_rule(
         output: [num_tokens, num_heads, v_dim], for the result.
         output_state: like initial_state, for the states; a sequence without tokens leaves its own as it is. It may be
             initial_state. state_indices with output_final_state want it.
-        state_indices: int32 or int64 [num_seqs], the slot of each sequence, no slot twice.
+        state_indices: int32 or int64 [num_seqs], the slot of each sequence. No two sequences with tokens have the
+            same one.
         use_qk_l2norm_in_kernel, use_cp: have no effect. FlashInfer's kernels, too, take q and k as they come.
         state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens: refused.
     """
@@ -102,6 +103,8 @@ def chunk_gated_delta_rule(
             if pool is not None:
                 check_shape(function, name, pool, (pool.shape[0], *shape[1:]))
                 check_range(function, "state_indices", state_indices, num_seqs, pool.shape[0] - 1)
+        if output_final_state:
+            check_once(function, "state_indices", state_indices.where(cu_seqlens.diff() > 0, -1))
         initial_state = None if initial_state is None else initial_state[state_indices]
     else:
         check_shape(function, "output_state", output_state, shape)

@@ -101,6 +101,9 @@ def top_k_page_table_transform(
     check_rank(function.__qualname__, "src_page_table", src_page_table, 2)
     for name, given in (("out", out), ("out_raw_indices", out_raw_indices)):
         check_shape(function, name, given, local.shape)
+        if given is not None and given.dtype != torch.int32:
+            dtype = str(given.dtype).removeprefix("torch.")
+            raise TypeError(f"{function.__qualname__}: {name}: expected dtype int32, got {dtype}")
     num_rows, (batch_size, max_num_pages) = input.shape[0], src_page_table.shape
     if row_to_batch is None:
         if batch_size != num_rows:

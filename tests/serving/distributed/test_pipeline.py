@@ -263,7 +263,7 @@ def test_an_error_of_the_start(
     num_started = len(ranks.processes)
     with pytest.raises(ArgumentError, match=f"^{message}$"):
         LLMEngine(uneven.path, **options)
-    assert not any(map(is_running, ranks.pids[num_started:]))
+    assert len(ranks.processes) == num_started  # 50 processes that only end again would take long
 
 
 def test_stages_are_on_cpus() -> None:

@@ -142,6 +142,7 @@ def test_a_form_that_cannot_be_held_to(compiler: GrammarCompiler, fields: dict[s
             ["a+", "(a"],
         ),
         (r'root ::= "\x41\u00e9\U0001F600\t\"\\/" [\]^\-/][a-][^a] .', ['Aé😀\t"\\/]-\n\n', 'Aé😀\t"\\/^ab '], ["A"]),
+        (r'root ::= "\e[0m" [\a\v]', ["\x1b[0m\a", "\x1b[0m\v"], ["e[0ma", "\x1b[0mv"]),
         (
             'root ::= a-b c_D\na-b::="x"\nc_D ::= "y"{2} ("z"{1,} | ) | "v"{1,2} | () "w" |',
             ["xyy", "xyyzz", "xvv", "xw", "x"],
@@ -170,7 +171,9 @@ def test_ebnf(
         ("root ::= a", "rule root: expected names of rules, got a"),
         ('root ::= "a"\nroot ::= "b"', "rule root: expected one rule of this name, got two"),
         ('"a"\nroot ::= "a"', 'expected a rule of EBNF first, as in root ::= ..., got "a"'),
-        (r'root ::= "\U00ffffff"', "chr"),
+        ('root ::= "a"\nb ::= "\\UFFFFFFFF"', r"line 2 of EBNF: expected an escape of a character, .* got \\UFFFFFFFF"),
+        (r"root ::= [^\d]", r"line 1 of EBNF: expected an escape of a character, .* got \\d"),
+        (r'root ::= "\x4"', r"line 1 of EBNF: expected an escape of a character, .* got \\x"),
     ],
 )
 def test_what_is_no_ebnf(compiler: GrammarCompiler, ebnf: str, reason: str) -> None:

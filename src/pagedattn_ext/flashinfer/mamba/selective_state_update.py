@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._adapters import check_shape, expect_defaults, write_to_slots
-from ..._index_checks import check_range
+from ..._index_checks import check_once, check_range
 from ...mamba_ssm.ops.triton.selective_state_update import selective_state_update as _update_token
 from ...ops._call import check_rank, check_tensors
 
@@ -69,6 +69,8 @@ def selective_state_update(
     if intermediate_states_buffer is not None:
         expect_defaults(function, dst_state_batch_indices=dst_state_batch_indices)
     check_tensors(name, state=state, x=x, dt=dt, A=A, B=B, C=C)
+    if z is not None:
+        check_tensors(name, z=z)
     check_shape(function, "out", out, x.shape)
     slots = state_batch_indices
     if slots is not None:
@@ -89,12 +91,17 @@ def selective_state_update(
     every = torch.arange(batch, device=x.device)
     slots = every if slots is None else slots
     check_range(function, "state_batch_indices", slots, batch, len(state) - 1, -1)
-    targets = slots
+    is_sequence = slots >= 0
+    targets, name_of_targets = slots, "state_batch_indices"
     if dst_state_batch_indices is not None:
-        targets = _padded(dst_state_batch_indices, pad_slot_id)
-        check_range(function, "dst_state_batch_indices", targets, batch, len(state) - 1, -1)
+        targets, name_of_targets = _padded(dst_state_batch_indices, pad_slot_id), "dst_state_batch_indices"
+        check_range(function, name_of_targets, targets, batch, len(state) - 1, -1)
+    if not disable_state_update:
+        check_once(function, name_of_targets, targets.where(is_sequence, -1))
     places = every if intermediate_state_indices is None else intermediate_state_indices
     if intermediate_states_buffer is not None:
+        check_tensors(name, intermediate_states_buffer=intermediate_states_buffer)
+        check_rank(name, "intermediate_states_buffer", intermediate_states_buffer, 1 + state.dim())
         rows, capacity = intermediate_states_buffer.shape[:2]
         check_shape(
             function, "intermediate_states_buffer", intermediate_states_buffer, (rows, capacity, *state.shape[1:])
@@ -103,7 +110,7 @@ def selective_state_update(
             expected = f"room for {num_tokens} tokens of each sequence"
             raise ValueError(f"{name}: intermediate_states_buffer: expected {expected}, got {capacity}")
         check_range(function, "intermediate_state_indices", places, batch, rows - 1)
-    is_sequence = slots >= 0
+        check_once(function, "intermediate_state_indices", places.where(is_sequence, -1))
     states = state[slots.clamp_min(0)].float()  # a copy, in fp32 from token to token
     results = []
     for token in range(num_tokens):
@@ -115,7 +122,7 @@ def selective_state_update(
             write_to_slots(intermediate_states_buffer[:, token], places, states, is_sequence)
     if not disable_state_update:
         write_to_slots(state, targets, states, is_sequence & (targets >= 0))
-    result = torch.stack(results, 1)
+    result = torch.stack(results, 1) if results else torch.zeros_like(x)
     result = result.where(is_sequence.view(-1, *[1] * (result.dim() - 1)), 0)
     result = result.view(x.shape)
     return result if out is None else out.copy_(result)
