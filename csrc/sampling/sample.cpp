@@ -58,8 +58,7 @@ void sample_from_probs(Tensor& out, Tensor& valid, const Tensor& probs, const st
     door.contiguous("indices", *indices);
     params.num_rows = indices->size(0);
   }
-  params.filters = {check_indices(door, "top_k", top_k, probs.size(0)),
-                    check_floats(door, "top_p", top_p, probs.size(0)),
+  params.filters = {check_ints(door, "top_k", top_k, probs.size(0)), check_floats(door, "top_p", top_p, probs.size(0)),
                     check_floats(door, "min_p", min_p, probs.size(0)), top_k_first};
   params.seeds = {check_seeds(door, "seed", seed, params.num_rows),
                   check_seeds(door, "offset", offset, params.num_rows)};
