@@ -38,7 +38,8 @@ void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, 
     params.output_lse = output_lse->mutable_data_ptr<float>();
   }
   door.check(lse_base > 1, "lse_base", "expected a number above 1, got ", lse_base);
-  params.ln_base = static_cast<float>(std::log(door.finite("lse_base", lse_base)));
+  door.finite("lse_base", lse_base);
+  params.ln_base = static_cast<float>(std::log(lse_base));  // the float next to e has another logarithm than 1
   params.output = output.mutable_data_ptr();
   params.prefix_output = prefix_output.const_data_ptr();
   params.prefix_lse = prefix_lse.const_data_ptr<float>();

@@ -25,6 +25,12 @@ void check_count(const Door& door, const char* argument, int64_t value) {
   door.check(value >= 0, argument, "expected a number that is not negative, got ", value);
 }
 
+// Of a cache. So a block times a block size is a slot of int64.
+void check_num_blocks(const Door& door, int64_t num_blocks) {
+  door.check(num_blocks >= 0 && num_blocks <= INT32_MAX, "num_blocks", "expected 0 to ", INT32_MAX, ", got ",
+             num_blocks);
+}
+
 // Offsets from 0 to at most `largest`, which `text` explains.
 void check_offsets_up_to(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs,
                          int64_t largest, const char* text) {
@@ -239,9 +245,10 @@ Tensor compute_slot_mapping(const Tensor& positions, const Tensor& block_tables,
   SlotMappingParams params{};
   params.positions = check_indices(door, "positions", positions, ANY);
   params.num_tokens = positions.size(0);
-  door.check(block_size > 0, "block_size", "expected a positive number, got ", block_size);
+  door.check(block_size > 0 && block_size <= INT32_MAX, "block_size", "expected 1 to ", INT32_MAX, ", got ",
+             block_size);
   params.block_size = block_size;
-  check_count(door, "num_blocks", num_blocks);
+  check_num_blocks(door, num_blocks);
   params.batch_indices = check_given(door, "batch_indices", batch_indices, params.num_tokens);
 
   door.present("block_tables", block_tables);
@@ -336,8 +343,7 @@ Tensor consecutive_block_tables(const Tensor& first_blocks, const Tensor& end_bl
   params.left_padding = check_given(door, "left_padding", left_padding, params.num_seqs);
   check_count(door, "max_num_blocks_per_seq", max_num_blocks_per_seq);
   params.max_num_blocks_per_seq = max_num_blocks_per_seq;
-  door.check(num_blocks >= 0 && num_blocks <= INT32_MAX, "num_blocks", "expected 0 to ", INT32_MAX, ", got ",
-             num_blocks);
+  check_num_blocks(door, num_blocks);
   const int64_t sizes[] = {params.num_seqs, max_num_blocks_per_seq};
   const Tensor block_tables = torch::stable::new_empty(seq_lens, {sizes, 2}, ScalarType::Int);
   params.block_tables = block_tables.mutable_data_ptr<int32_t>();

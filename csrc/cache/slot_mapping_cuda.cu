@@ -37,20 +37,20 @@ __global__ void __launch_bounds__(SLOT_MAPPING_THREADS)
 }  // namespace
 
 void batch_positions(const BatchPositionsParams& params, cudaStream_t stream) {
-  launch(batch_positions_kernel, dim3(params.num_rows()), SLOT_MAPPING_THREADS, 0, stream, params);
+  launch(batch_positions_kernel, dim3(grid_size(params.num_rows())), SLOT_MAPPING_THREADS, 0, stream, params);
 }
 
 void compute_slot_mapping(const SlotMappingParams& params, cudaStream_t stream) {
-  const int64_t num_blocks = (params.num_tokens + SLOT_MAPPING_THREADS - 1) / SLOT_MAPPING_THREADS;
+  const unsigned num_blocks = grid_size(ceil_div<int64_t>(params.num_tokens, SLOT_MAPPING_THREADS));
   launch(compute_slot_mapping_kernel, dim3(num_blocks), SLOT_MAPPING_THREADS, 0, stream, params);
 }
 
 void appended_slots(const AppendedSlotsParams& params, cudaStream_t stream) {
-  launch(appended_slots_kernel, dim3(params.num_rows()), SLOT_MAPPING_THREADS, 0, stream, params);
+  launch(appended_slots_kernel, dim3(grid_size(params.num_rows())), SLOT_MAPPING_THREADS, 0, stream, params);
 }
 
 void consecutive_block_tables(const ConsecutiveBlockTablesParams& params, cudaStream_t stream) {
-  launch(consecutive_block_tables_kernel, dim3(params.num_seqs), SLOT_MAPPING_THREADS, 0, stream, params);
+  launch(consecutive_block_tables_kernel, dim3(grid_size(params.num_seqs)), SLOT_MAPPING_THREADS, 0, stream, params);
 }
 
 }  // namespace pagedattn::cuda

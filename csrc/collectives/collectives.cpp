@@ -74,7 +74,8 @@ void run_all_reduce(const AllReduceParams& p) {
     if (group.world_size() == 1) return;
     const int64_t size = element_size(p.dtype);
     const int64_t most = group.buffer_bytes() / size;
-    for (int64_t done = 0; done < p.num_elements; done += most) {
+    int64_t done = 0;
+    do {  // once without elements, too: the other ranks wait
       const int64_t num_elements = std::min(most, p.num_elements - done);
       char* input = static_cast<char*>(p.input) + done * size;
       char* mine = group.buffer(group.rank());
@@ -104,7 +105,8 @@ void run_all_reduce(const AllReduceParams& p) {
         });
       }
       group.end_step();
-    }
+      done += most;
+    } while (done < p.num_elements);
   });
 }
 
@@ -123,7 +125,8 @@ void run_all_gather(const AllGatherParams& p) {
         begin += step;
       }
     };
-    for (int64_t done = 0; done < num_elements; done += most) {
+    int64_t done = 0;
+    do {  // once without elements, too: the other ranks wait
       const int64_t length = std::min(most, num_elements - done);
       const char* input = static_cast<const char*>(p.input) + done * size;
       if (world_size > 1) copy_elements(group.buffer(group.rank()), input, length, p.dtype);
@@ -132,7 +135,8 @@ void run_all_gather(const AllGatherParams& p) {
         put(rank, rank == group.rank() ? input : group.buffer(rank), done, length);
       }
       group.end_step();
-    }
+      done += most;
+    } while (done < num_elements);
   });
 }
 

@@ -141,12 +141,10 @@ int32_t limit_pairs(RowCodes row, int64_t num_quads, ExcessQuad* excess) {
   return count;
 }
 
-int64_t num_quads_of(const LinearInt8Params& p) { return (p.in_features + QUAD - 1) / QUAD; }
-
 }  // namespace
 
 void quantize_rows_int8(const LinearInt8Params& params, int64_t begin, int64_t end) {
-  const int64_t num_quads = num_quads_of(params);
+  const int64_t num_quads = params.num_quads();
   dispatch_dtype(params.dtype, [&]<typename T>() {
     for (int64_t row = begin; row < end; ++row) {
       const RowCodes codes = row_codes(params, row);
@@ -161,7 +159,7 @@ void quantize_rows_int8(const LinearInt8Params& params, int64_t begin, int64_t e
 }
 
 void linear_int8(const LinearInt8Params& params, int64_t begin, int64_t end) {
-  const int64_t num_quads = num_quads_of(params);
+  const int64_t num_quads = params.num_quads();
   UintVec sums[LINEAR_CHUNK_ROWS * TILE_PANELS * PANEL_VECS];
   dispatch_dtype(params.dtype, [&]<typename T>() {
     const auto multiply = [&]<int PANELS>(int64_t panel, const auto& sum_tiles) {

@@ -21,8 +21,6 @@ constexpr int TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES;
 constexpr int OUT_PANELS = 4;  // whose sums are written together
 constexpr int OUT_FEATURES = OUT_PANELS * LINEAR_PANEL;
 
-int64_t num_quads_of(const LinearInt8Params& p) { return (p.in_features + QUAD - 1) / QUAD; }
-
 // The products of some rows with some panels, for a range of steps.
 struct TileProducts {
   const int8_t* codes;      // [num_steps] tiles of the first 16 rows
@@ -72,7 +70,7 @@ struct TileProducts {
 // Adds the products of all rows with PANELS panels to sums [num_rows][OUT_FEATURES].
 template <int PANELS>
 void add_panels(const LinearInt8Params& p, const uint8_t* panels, int32_t* sums) {
-  const int64_t num_quads = num_quads_of(p), num_steps = num_quads / STEP_QUADS;
+  const int64_t num_quads = p.num_quads(), num_steps = num_quads / STEP_QUADS;
   const int64_t panel_bytes = num_quads * LINEAR_PANEL * QUAD, code_tile_bytes = TILE_ROWS * p.code_stride;
   const int64_t num_row_tiles = (p.num_rows + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t lines_at_once = (TILE_ROWS / 2 + num_row_tiles - 1) / num_row_tiles;  // of each panel
@@ -130,7 +128,7 @@ void quantize_rows_int8_tiles(const LinearInt8Params& params, int64_t begin, int
 }
 
 void linear_int8_tiles(const LinearInt8Params& params, int64_t begin, int64_t end) {
-  const int64_t panel_bytes = num_quads_of(params) * LINEAR_PANEL * QUAD;
+  const int64_t panel_bytes = params.num_quads() * LINEAR_PANEL * QUAD;
   const int64_t num_padded_rows = (params.num_rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
   alignas(64) int32_t sums[MAX_TILE_CHUNK_ROWS * OUT_FEATURES];
   const TileConfiguration tiles({16, 16, 16, 16, 16, 16, 16, 16});

@@ -29,7 +29,7 @@ inline int64_t num_panels_of(int64_t out_features) { return ceil_div(out_feature
 inline void set_input(const Door& door, LinearParams& params, const Tensor& input) {
   params.dtype = door.float_dtype("input", input);
   const RowView rows = door.rows("input", input);
-  params.num_rows = 1;
+  params.num_rows = 1;  // rows without elements count, too: their results are the bias
   for (int64_t dim = 0; dim < input.dim() - 1; ++dim) params.num_rows *= input.size(dim);
   params.in_features = rows.width;
   params.input = input.const_data_ptr();

@@ -33,7 +33,7 @@ class Int8 {
 
   Int8(const Params& params, int64_t scratch_rows)
       : code_stride_(code_stride_of(params)),
-        num_quads_(ceil_div(params.in_features, QUAD)),
+        num_quads_(params.num_quads()),
         codes_(std::make_unique_for_overwrite<int8_t[]>(scratch_rows * code_stride_)),
         excess_(std::make_unique_for_overwrite<ExcessQuad[]>(scratch_rows * num_quads_)),
         row_scales_(std::make_unique_for_overwrite<float[]>(scratch_rows)),
@@ -118,10 +118,9 @@ void set_weight(const Door& door, LinearInt8Params& params, const Tensor& packed
   params.weight_scales = weight_scales.const_data_ptr<float>();
   params.out_features = weight_scales.size(weight_scales.dim() - 1);
   const int64_t num_panels = num_panels_of(params.out_features);
-  const int64_t num_quads = ceil_div(params.in_features, QUAD);
   door.dtype("packed_weight", packed_weight, ScalarType::Byte);
   check_sizes(door, "packed_weight", packed_weight,
-              for_experts(num_experts, {num_panels, num_quads, LINEAR_PANEL, QUAD}));
+              for_experts(num_experts, {num_panels, params.num_quads(), LINEAR_PANEL, QUAD}));
   door.contiguous("packed_weight", packed_weight);
   params.weight = packed_weight.const_data_ptr<uint8_t>();
 }

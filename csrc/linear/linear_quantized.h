@@ -29,7 +29,7 @@ struct ExcessQuad {
 };
 
 struct LinearInt8Params : LinearParams {
-  const uint8_t* weight;       // [num_panels, ceil(in_features / 4), 16, 4], each stored 128 too large
+  const uint8_t* weight;       // [num_panels, num_quads(), 16, 4], each stored 128 too large
   const float* weight_scales;  // [out_features]
 
   // Scratch: the quantized rows.
@@ -37,8 +37,10 @@ struct LinearInt8Params : LinearParams {
   int64_t code_stride;    // in_features, rounded up to a multiple of CODE_MULTIPLE
   float* row_scales;      // [num_rows]
   int32_t* code_sums;     // [num_rows]
-  ExcessQuad* excess;     // [num_rows, ceil(in_features / 4)]
+  ExcessQuad* excess;     // [num_rows, num_quads()]
   int32_t* num_excesses;  // [num_rows]
+
+  constexpr int64_t num_quads() const { return (in_features + QUAD - 1) / QUAD; }
 };
 
 constexpr int INT4_BLOCK = 32;  // adjacent elements of a row with one scale

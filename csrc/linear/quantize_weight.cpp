@@ -60,6 +60,7 @@ void quantize_weight_int8(Tensor& codes, Tensor& scales, const Tensor& weight) {
   check_out(door, "codes", codes, ScalarType::Char, {params.out_features, params.in_features});
   params.codes = codes.mutable_data_ptr<int8_t>();
   check_out(door, "scales", scales, ScalarType::Float, {params.out_features});
+  door.other_memory("scales", scales, "codes", codes);
   params.scales = scales.mutable_data_ptr<float>();
   CpuGraph::run_or_capture(AnyValues{}, run_int8, params);
 }
@@ -74,8 +75,11 @@ void quantize_weight_int4(Tensor& codes, Tensor& scales, Tensor& zeros, const Te
   check_out(door, "codes", codes, ScalarType::Byte, {params.out_features, params.in_features});
   params.codes = codes.mutable_data_ptr<uint8_t>();
   check_out(door, "scales", scales, ScalarType::Float, {params.out_features, num_groups});
+  door.other_memory("scales", scales, "codes", codes);
   params.scales = scales.mutable_data_ptr<float>();
   check_out(door, "zeros", zeros, ScalarType::Byte, {params.out_features, num_groups});
+  door.other_memory("zeros", zeros, "codes", codes);
+  door.other_memory("zeros", zeros, "scales", scales);
   params.zeros = zeros.mutable_data_ptr<uint8_t>();
   CpuGraph::run_or_capture(AnyValues{}, run_int4, params);
 }

@@ -34,7 +34,7 @@ FilterRowsParams check_filter_rows(const Door& door, Tensor& out, const char* ar
   params.dtype = check_rows_of_tokens(door, argument, input);
   params.num_rows = input.size(0);
   params.vocab_size = input.size(1);
-  params.filters.top_k = check_indices(door, "top_k", top_k, params.num_rows);
+  params.filters.top_k = check_ints(door, "top_k", top_k, params.num_rows);
   params.filters.top_p = check_floats(door, "top_p", top_p, params.num_rows);
   params.filters.top_k_first = true;
   door.dtype("out", out, dtype_of(input));

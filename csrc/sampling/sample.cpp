@@ -58,8 +58,7 @@ void sample_from_probs(Tensor& out, Tensor& valid, const Tensor& probs, const st
     door.contiguous("indices", *indices);
     params.num_rows = indices->size(0);
   }
-  params.filters = {check_indices(door, "top_k", top_k, probs.size(0)),
-                    check_floats(door, "top_p", top_p, probs.size(0)),
+  params.filters = {check_ints(door, "top_k", top_k, probs.size(0)), check_floats(door, "top_p", top_p, probs.size(0)),
                     check_floats(door, "min_p", min_p, probs.size(0)), top_k_first};
   params.seeds = {check_seeds(door, "seed", seed, params.num_rows),
                   check_seeds(door, "offset", offset, params.num_rows)};
@@ -70,6 +69,7 @@ void sample_from_probs(Tensor& out, Tensor& valid, const Tensor& probs, const st
   door.dtype("valid", valid, ScalarType::Bool);
   door.shape("valid", valid, {params.num_rows});
   door.contiguous("valid", valid);
+  door.other_memory("valid", valid, "out", out);
   params.out = out.mutable_data_ptr();
   params.valid = valid.mutable_data_ptr<bool>();
   params.probs = probs.const_data_ptr();
@@ -108,6 +108,8 @@ void chain_speculative_sampling(Tensor& out, Tensor& num_accepted, Tensor& num_e
   door.contiguous("out", out);
   params.num_accepted = check_counts(door, "num_accepted", num_accepted, params.num_rows);
   params.num_emitted = check_counts(door, "num_emitted", num_emitted, params.num_rows);
+  door.other_memory("num_accepted", num_accepted, "out", out);
+  door.other_memory("num_emitted", num_emitted, "out", out);
   door.other_memory("num_emitted", num_emitted, "num_accepted", num_accepted);
   params.out = out.mutable_data_ptr<int32_t>();
   params.draft_probs = draft_probs.const_data_ptr();

@@ -35,12 +35,12 @@ inline OfRows<const float*> check_floats(const Door& door, const char* argument,
   return {tensor->const_data_ptr<float>(), step, true};
 }
 
-inline OfRows<Indices> check_indices(const Door& door, const char* argument, const std::optional<Tensor>& tensor,
-                                     int64_t num_rows) {
+inline OfRows<Indices> check_ints(const Door& door, const char* argument, const std::optional<Tensor>& tensor,
+                                  int64_t num_rows) {
   if (!tensor.has_value()) return {};
   door.present(argument, *tensor);
-  const Indices indices = door.indices(argument, *tensor);
-  return {indices, check_step(door, argument, *tensor, num_rows), true};
+  const Indices ints = door.indices(argument, *tensor);
+  return {ints, check_step(door, argument, *tensor, num_rows), true};
 }
 
 inline OfRows<const int64_t*> check_seeds(const Door& door, const char* argument, const Tensor& tensor,

@@ -43,6 +43,7 @@ void causal_conv1d(Tensor& out, const Tensor& input, Tensor& conv_states, const 
   door.dtype("conv_states", conv_states, dtype_of(input));
   door.shape("conv_states", conv_states, {ANY, params.dim, ANY});
   door.written_elements("conv_states", conv_states);
+  door.other_memory("conv_states", conv_states, "out", out);
   params.state_len = conv_states.size(2);
   door.check(params.state_len >= params.width - 1 && params.state_len <= MAX_CONV_STATE_LEN, "conv_states",
              "expected the last ", params.width - 1, " (weight has a width of ", params.width, ") to ",

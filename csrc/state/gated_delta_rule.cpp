@@ -46,6 +46,7 @@ void gated_delta_rule(Tensor& out, const Tensor& query, const Tensor& key, const
   door.dtype("states", states, ScalarType::Float);
   door.shape("states", states, {ANY, params.num_v_heads, params.k_dim, params.v_dim});
   door.written_from_1("states", states);
+  door.other_memory("states", states, "out", out);
   params.states = states.mutable_data_ptr<float>();
   params.state_stride = states.stride(0);
   params.scale = door.finite("scale", scale.value_or(1.0 / std::sqrt(static_cast<double>(params.k_dim))));

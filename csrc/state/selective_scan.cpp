@@ -72,6 +72,7 @@ void selective_scan(Tensor& out, const Tensor& input, const Tensor& dt, const Te
   door.dtype("states", states, ScalarType::Float);
   door.shape("states", states, {ANY, params.num_heads, params.head_dim, params.state_size});
   door.written_from_1("states", states);
+  door.other_memory("states", states, "out", out);
   params.states = states.mutable_data_ptr<float>();
   params.state_stride = states.stride(0);
 

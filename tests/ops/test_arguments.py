@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import combinations
 
 import pytest
 import torch
@@ -138,6 +139,30 @@ def test_wrapper_of_heads_without_elements(name):
     del arguments["scale"]
     with pytest.raises(ValueError, match=f"^{name}: query: expected"):
         call_wrapper(name, arguments)
+
+
+def written_pairs() -> list[tuple[str, str, str]]:
+    """Any two tensors that an op writes. The scratch of paged_attention_v2 is not written, whatever the schema says."""
+    pairs = []
+    for name in SCHEMA_OF:
+        alias_of = {arg.name: arg.alias_info for arg in getattr(OPS, name).default._schema.arguments}
+        written = [arg for arg, alias in alias_of.items() if alias is not None and name != "paged_attention_v2"]
+        pairs += [(name, *pair) for pair in combinations(written, 2)]
+    return pairs
+
+
+@pytest.mark.parametrize(("name", "first", "second"), written_pairs())
+def test_two_written_tensors_that_begin_at_one_place(name, first, second):
+    arguments = make_arguments(name)
+    if isinstance(arguments[first], list):
+        arguments[second] = arguments[first]
+    else:
+        memory = torch.zeros(1 << 16, dtype=torch.uint8)
+        for argument in (first, second):
+            tensor = arguments[argument]
+            arguments[argument] = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    with pytest.raises(RuntimeError, match=rf"^{name}: ({first}|{second}): expected (other memory|caches that do not)"):
+        raw_op(name)(**arguments)
 
 
 # ---- several devices -----------------------------------------------------------------------------------------------

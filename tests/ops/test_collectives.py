@@ -358,11 +358,13 @@ def test_abort(reason):
     ("call", "called"),
     [
         (lambda group: ops.all_reduce_shared(torch.ones(5), group), "all_reduce_shared of 5 elements of float32"),
+        (lambda group: ops.all_reduce_shared(torch.ones(0), group), "all_reduce_shared of 0 elements of float32"),
         (
             lambda group: ops.all_reduce_shared(torch.ones(4).half(), group),
             "all_reduce_shared of 4 elements of float16",
         ),
         (lambda group: ops.all_gather_shared(torch.ones(4), group), "all_gather_shared of 4 elements of float32"),
+        (lambda group: ops.all_gather_shared(torch.ones(0), group), "all_gather_shared of 0 elements of float32"),
     ],
 )
 def test_another_call(call, called):

@@ -126,6 +126,15 @@ def test_wrapper(device):
     assert_same_bits(lse, arguments["output_lse"])
 
 
+@pytest.mark.parametrize("base", [math.e, 2.0, 1 + 2**-30])
+def test_lse_of_equal_parts(device, base):
+    """The logarithm is that of the base as a double: as a float, e has another one than 1, and 1 + 2**-30 is 1."""
+    arguments = make_merge_arguments(device)
+    arguments["prefix_lse"][:] = arguments["suffix_lse"][:] = 0.0
+    OPS.merge_attn_states(**arguments, lse_base=base)
+    assert_same_bits(arguments["output_lse"], torch.full((3, 4), math.log(2) / math.log(base), device=device))
+
+
 @pytest.mark.parametrize("spread", [1.0, 100.0])
 @pytest.mark.parametrize("base", [2.0, 10.0])
 def test_lse_of_another_base(device, base, spread):

@@ -111,6 +111,8 @@ WRONG: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("compute_slot_mapping", LIST, {"last_block_lens": [3, 0]}, "last_block_lens"),
     ("compute_slot_mapping", LIST, {"block_size": 0}, "block_size"),
     ("compute_slot_mapping", LIST, {"num_blocks": -1}, "num_blocks"),
+    ("compute_slot_mapping", LIST, {"block_size": 2**31}, "block_size"),  # slots beyond int64 at 2**62
+    ("compute_slot_mapping", LIST, {"num_blocks": 2**31}, "num_blocks"),
     ("compute_slot_mapping", TABLE, {"positions": [4]}, "positions"),
     ("compute_slot_mapping", TABLE, {"positions": [4, 6]}, "positions"),
     ("compute_slot_mapping", TABLE, {"block_tables": [7, 3]}, "block_tables"),
