@@ -39,7 +39,8 @@ void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, 
   }
   door.check(lse_base > 1, "lse_base", "expected a number above 1, got ", lse_base);
   door.finite("lse_base", lse_base);
-  params.ln_base = static_cast<float>(std::log(lse_base));  // the float next to e has another logarithm than 1
+  // The float next to e has another logarithm than 1. The log of double is of glibc 2.29 (old_libraries.cpp).
+  params.ln_base = static_cast<float>(std::log(static_cast<long double>(lse_base)));
   params.output = output.mutable_data_ptr();
   params.prefix_output = prefix_output.const_data_ptr();
   params.prefix_lse = prefix_lse.const_data_ptr<float>();
