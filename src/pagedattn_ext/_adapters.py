@@ -186,6 +186,11 @@ def packed_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor[:1].is_contiguous() else tensor.contiguous()
 
 
+def starts_of_equal(num_seqs: int, num_rows: int, device: torch.device) -> Tensor:
+    """query_start_loc, int32 [num_seqs + 1], of sequences that have num_rows rows each."""
+    return torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * num_rows
+
+
 def sequences_of_batch(function: Callable[..., Any], batch: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Where each sequence of [batch, seq_len, ...] begins in its rows, and the last ends. With cu_seqlens, where they
     begin and end in a batch of 1."""

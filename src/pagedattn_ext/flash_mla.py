@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import call_as, check_shape, expect_defaults, refuse_bools, refuse_gradients
+from ._adapters import call_as, check_shape, expect_defaults, refuse_bools, refuse_gradients, starts_of_equal
 from ._index_checks import check_indices, check_range
 from .ops._call import check_rank, check_tensors, to_int
 
@@ -94,7 +94,7 @@ def flash_mla_with_kvcache(
     if not 1 <= head_dim_v <= head_size:
         raise ValueError(f"{function.__name__}: head_dim_v: expected 1 to {head_size}, got {head_dim_v}")
     check_indices(function, "cache_seqlens", cache_seqlens, batch)
-    starts = None if seqlen_q == 1 else torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    starts = None if seqlen_q == 1 else starts_of_equal(batch, seqlen_q, q.device)
     heads = zip(q.flatten(0, 1).chunk(num_kv_heads, 1), k_cache.unbind(2), strict=True)
     parts = [
         call_as(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, expect_defaults, kept
+from .._adapters import call_as, expect_defaults, kept, starts_of_equal
 from .._index_checks import check_indices, num_seqs_of, values_are_checked
 from ..ops._call import check_bool, check_tensors, to_int
 from ._arguments import (
@@ -374,12 +374,7 @@ def _starts(q: Tensor, cu_seqlens_q: Tensor | None) -> Tensor | None:
     return None if seqlen == 1 else _starts_of_equal(batch, seqlen, q.device)
 
 
-@kept
-def _starts_of_equal(batch: int, seqlen: int, device: torch.device) -> Tensor:
-    """query_start_loc of sequences that have equally many rows."""
-    if seqlen == 0:
-        return torch.zeros(batch + 1, dtype=torch.int32, device=device)
-    return torch.arange(0, batch * seqlen + 1, seqlen, dtype=torch.int32, device=device)
+_starts_of_equal = kept(starts_of_equal)
 
 
 def _attend_behind_padding(

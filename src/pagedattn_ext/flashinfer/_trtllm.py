@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_shape, expect_defaults, window_of
+from .._adapters import call_as, check_shape, expect_defaults, starts_of_equal, window_of
 from .._index_checks import check_indices
 from ..ops._call import call, check_rank, check_tensors, given, to_int
 from ._plan import in_dtype, one_factor, refusal, results_of
@@ -96,7 +96,7 @@ def trtllm_batch_decode_with_kv_cache(
         if query.shape[0] != len(seq_lens) * rows:
             raise refusal(function, "query", f"{len(seq_lens) * rows} rows (batch * q_len_per_req)", query.shape[0])
         if rows > 1:
-            starts = torch.arange(0, len(seq_lens) + 1, dtype=torch.int32, device=query.device) * rows
+            starts = starts_of_equal(len(seq_lens), rows, query.device)
     scale = one_factor(function, "bmm1_scale", bmm1_scale)
     if bmm1_scale_log2 is not None:
         scale = one_factor(function, "bmm1_scale_log2", bmm1_scale_log2) * math.log(2)
@@ -299,7 +299,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         batch_size, num_tokens = query.shape[:2]
         check_indices(function, "seq_lens", seq_lens, batch_size)
         if num_tokens != 1:
-            starts = torch.arange(batch_size + 1, dtype=torch.int32, device=query.device) * num_tokens
+            starts = starts_of_equal(batch_size, num_tokens, query.device)
         rows = query.flatten(0, 1)
     attended, natural_lse = call_as(
         function, NAMES_OF_MLA, ops.mla_attention,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import flash_attn
-from pagedattn_ext._adapters import expect_defaults
+from pagedattn_ext._adapters import expect_defaults, starts_of_equal
 from pagedattn_ext.flash_attn._arguments import WindowSize
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
@@ -113,11 +113,11 @@ def flash_attn_varlen_func(
     rows, keys, values = q, k, v
     if cu_seqlens_q is None:
         check_rank(function.__name__, "q", q, 4)
-        rows, cu_seqlens_q = q.flatten(0, 1), _starts_of_equal(q)
+        rows, cu_seqlens_q = q.flatten(0, 1), starts_of_equal(q.shape[0], q.shape[1], q.device)
     if cu_seqlens_k is None and page_table is None:
         check_rank(function.__name__, "k", k, 4)
         check_rank(function.__name__, "v", v, 4)
-        keys, values, cu_seqlens_k = k.flatten(0, 1), v.flatten(0, 1), _starts_of_equal(k)
+        keys, values, cu_seqlens_k = k.flatten(0, 1), v.flatten(0, 1), starts_of_equal(k.shape[0], k.shape[1], k.device)
     out, lse = flash_attn.flash_attn_varlen_func(
         rows, keys, values, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         seqused_q=seqused_q, seqused_k=seqused_k, page_table=page_table, softmax_scale=softmax_scale, causal=causal,
@@ -153,12 +153,6 @@ def get_scheduler_metadata(
 ) -> SchedulerMetadataTensorsTorch:
     """Metadata that say nothing. `flash_attn_varlen_func` takes any."""
     return SchedulerMetadataTensorsTorch(cu_total_m_blocks=torch.empty(0, dtype=torch.int32))
-
-
-def _starts_of_equal(tensor: Tensor) -> Tensor:
-    """Offsets of the sequences of [batch, seqlen, ...]."""
-    batch, seqlen = tensor.shape[:2]
-    return torch.arange(batch + 1, dtype=torch.int32, device=tensor.device) * seqlen
 
 
 def _window(function: Callable[..., Any], causal: bool, window_size: WindowSize) -> WindowSize:
