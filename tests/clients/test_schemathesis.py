@@ -13,7 +13,7 @@ from server_process import ServerProcess
 OPTIONS = [
     *("--checks", "all"),
     *("--exclude-checks", "positive_data_acceptance"),  # a schema cannot say that best_of is at least n
-    *("--max-examples", "25"),
+    *("--max-examples", "8"),
     "--generation-deterministic",
     "--continue-on-failure",
     "--no-color",
