@@ -365,7 +365,8 @@ std::tuple<Tensor, Tensor> append_and_attend(
       return rotated_copy(door, {lens, argument, "", "rotary_cos", "rotary_sin"}, positions, tokens, *rotary_cos,
                           *rotary_sin, rotary_is_neox);
     };
-    const bool rows_are_in_order = causal || sliding_window.has_value() || right_window.has_value();
+    const bool rows_are_in_order =
+        causal || sliding_window.has_value() || right_window.has_value() || attention_chunk != 0;
     used_query = rotated("query", query, "query_start_loc", query_start_loc, rows_are_in_order);
     used_key = rotated("key", key, "key_start_loc", key_start_loc, true);
   } else {

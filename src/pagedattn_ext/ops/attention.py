@@ -273,7 +273,7 @@ def append_and_attend(
 
     With rotary_cos and rotary_sin, copies of the queries and of the new keys are rotated first, as `rotary_embedding`
     does. New key j of a sequence stands at position cached_lens + j, and row i at cached_lens + i, or at cached_lens if
-    the rows are neither causal nor in a window.
+    the rows are neither causal nor in a window nor in a chunk.
 
     Args:
         query: [num_tokens, num_heads, head_size], or [num_seqs, rows_per_seq, num_heads, head_size].
