@@ -302,7 +302,7 @@ void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tenso
   door.dtype("exp_sums", exp_sums, ScalarType::Float);
   door.shape("exp_sums", exp_sums, {params.num_seqs, params.num_heads, ANY});
   const int64_t num_partitions = exp_sums.size(2);
-  const int64_t needed = (max_seq_len + PARTITION_TOKENS - 1) / PARTITION_TOKENS;
+  const int64_t needed = max_seq_len / PARTITION_TOKENS + (max_seq_len % PARTITION_TOKENS != 0 ? 1 : 0);
   door.check(num_partitions >= needed, "exp_sums", "expected at least ", needed, " partitions of ", PARTITION_TOKENS,
              " tokens, got shape ", exp_sums.sizes());
   door.dtype("max_logits", max_logits, ScalarType::Float);

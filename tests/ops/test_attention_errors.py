@@ -156,6 +156,7 @@ V2_ERRORS = {
         ValueError,
         lambda a: {name: a[name][:, :, :0] for name in ("exp_sums", "max_logits", "tmp_out")},
     ),
+    "too few partitions for any max_seq_len": ("exp_sums", ValueError, lambda a: {"max_seq_len": 2**63 - 1}),
 }
 RAGGED_ERRORS = {
     "query_start_loc dtype": (
