@@ -432,8 +432,8 @@ def merge_attn_states(
     """Attention over two sets of tokens, merged from two results of `paged_attention`, one for each set.
 
     lse = log(exp(prefix_lse) + exp(suffix_lse)); output = exp(prefix_lse - lse) * prefix_output +
-    exp(suffix_lse - lse) * suffix_output. An lse of -inf or of +inf says that a part has no tokens. Where both parts
-    have none, the result is zeros and -inf.
+    exp(suffix_lse - lse) * suffix_output. An lse of -inf or of +inf says that a part has no tokens; its output may then
+    hold anything. Where both parts have none, the result is zeros and -inf.
 
     Args:
         prefix_output, suffix_output: [num_tokens, num_heads, head_size], contiguous.
