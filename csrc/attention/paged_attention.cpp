@@ -51,9 +51,11 @@ Windows check_windows(const Door& door, std::optional<int64_t> sliding_window, b
   return windows;
 }
 
+// Of a subnormal number CPU kernels would make 0, and CUDA kernels the inverse infinity.
 float check_softcap(const Door& door, double softcap) {
   const float result = door.finite("softcap", softcap);
-  door.check(result > 0 || softcap == 0, "softcap", "expected 0 or a positive number of float32, got ", softcap);
+  door.check(result >= std::numeric_limits<float>::min() || softcap == 0, "softcap",
+             "expected 0 or a positive normal number of float32, got ", softcap);
   return result;
 }
 
