@@ -1,6 +1,6 @@
-// What CUDA kernels share: launch and errors, dynamic shared memory, warp reductions, 16-byte accesses, conversions
-// between storage types and float. No torch. Compiled by nvcc, and as C++ for the simt device (tests/simt), which
-// brings its own <cuda_runtime.h>.
+// What CUDA kernels share: launches and errors, dynamic shared memory, what the runtime knows of a kernel and of a
+// device, warp reductions. No torch. Compiled by nvcc, and as C++ for the simt device (tests/simt), which brings its
+// own <cuda_runtime.h>.
 //
 // Kernels use dynamic shared memory only (`shared_memory`), and PTX only through ptx.cuh.
 #pragma once

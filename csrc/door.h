@@ -327,11 +327,10 @@ class Door {
 
   // Rows that are written must not share memory, as the rows of an expanded tensor do.
   RowView written_rows(const char* argument, const Tensor& tensor) const {
-    return apart(argument, tensor, rows(argument, tensor));
-  }
-
-  RowView written_rows_before(const char* argument, const Tensor& tensor, int64_t first_dim, int64_t width) const {
-    return apart(argument, tensor, rows_before(argument, tensor, first_dim, width));
+    const RowView view = rows(argument, tensor);
+    check(view.num_rows <= 1 || view.stride >= view.width, argument, "expected rows that do not overlap, got shape ",
+          tensor.sizes(), " with strides ", tensor.strides());
+    return view;
   }
 
   // Contiguous from dimension 1 on; in dimension 0 any stride that keeps the parts apart.
@@ -373,12 +372,6 @@ class Door {
   }
 
  private:
-  RowView apart(const char* argument, const Tensor& tensor, const RowView& view) const {
-    check(view.num_rows <= 1 || view.stride >= view.width, argument, "expected rows that do not overlap, got shape ",
-          tensor.sizes(), " with strides ", tensor.strides());
-    return view;
-  }
-
   template <typename Error, typename... Text>
   [[noreturn]] void fail(const char* argument, const Text&... text) const {
     std::ostringstream message;

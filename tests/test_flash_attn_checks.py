@@ -169,7 +169,7 @@ OF_PAGED: list[Wrong] = [
     ({"q": torch.ones(2, 1, HEADS, 32)}, r"q: expected shape \[\*, \*, \*, 16\], got \[2, 1, 4, 32\]$"),
     ({"q": torch.ones(2, 1, HEADS, HEAD_SIZE).half()}, "q: expected dtype float32, got float16$"),
     ({"softmax_scale": float("inf")}, "softmax_scale: expected a finite number of float32, got inf$"),
-    ({"softcap": -1.0}, "softcap: expected 0 or a positive number of float32, got -1$"),
+    ({"softcap": -1.0}, "softcap: expected 0 or a positive normal number of float32, got -1$"),
     ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes: expected shape \[4\], got \[3\]$"),
     ({"sinks": torch.ones(3)}, r"sinks: expected shape \[4\], got \[3\]$"),
     ({"window_size": (1.5, 0)}, "window_size: expected an int, got float$"),

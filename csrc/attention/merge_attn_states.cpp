@@ -17,6 +17,8 @@ void merge_attn_states(Tensor& output, const std::optional<Tensor>& output_lse, 
   params.num_tokens = prefix_output.size(0);
   params.num_heads = prefix_output.size(1);
   params.head_size = prefix_output.size(2);
+  door.check(params.head_size > 0, "prefix_output", "expected a head size of at least 1, got shape ",
+             prefix_output.sizes());
   const auto check_output = [&](const char* argument, const Tensor& tensor) {
     door.dtype(argument, tensor, dtype_of(prefix_output));
     door.shape(argument, tensor, prefix_output.sizes());

@@ -9,7 +9,7 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// An infinity of either sign says that an output is of no tokens.
+// An infinity of either sign says that an output is of no tokens. Such an output may hold anything.
 float lse_of(float lse) { return lse == __builtin_inff() ? -lse : lse; }
 
 template <typename T>
@@ -28,7 +28,9 @@ void merge_row(const MergeAttnStatesParams& p, int64_t row) {
   const T* suffix = static_cast<const T*>(p.suffix_output) + row * p.head_size;
   T* output = static_cast<T*>(p.output) + row * p.head_size;
   write_vectors<false>(p.head_size, {output}, [&](int64_t d, auto load) {
-    return Vecs<1>{{fma(load(prefix + d), prefix_weight, load(suffix + d) * suffix_weight)}};
+    const Vec of_prefix = prefix_lse == -__builtin_inff() ? Vec{} : load(prefix + d);
+    const Vec of_suffix = suffix_lse == -__builtin_inff() ? Vec{} : load(suffix + d);
+    return Vecs<1>{{fma(of_prefix, prefix_weight, of_suffix * suffix_weight)}};
   });
   if (p.output_lse != nullptr) p.output_lse[row] = sum == 0.0f ? largest : base + __builtin_logf(sum) / p.ln_base;
 }

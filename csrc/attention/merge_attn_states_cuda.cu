@@ -10,7 +10,7 @@ namespace {
 
 constexpr int MERGE_ROWS_PER_THREAD = 4;
 
-// An infinity of either sign says that an output is of no tokens.
+// An infinity of either sign says that an output is of no tokens. Such an output may hold anything.
 __device__ float lse_of(float lse) { return lse == INFINITY ? -INFINITY : lse; }
 
 // Grid: (token, head) pairs x columns (RowGrid).
@@ -49,7 +49,11 @@ __global__ void __launch_bounds__(RowGrid::NUM_THREADS)
     const Floats<N> suffix = to_floats(suffixes[r]);
     Floats<N> merged;
 #pragma unroll
-    for (int e = 0; e < N; ++e) merged[e] = fmaf(prefix[e], prefix_weight, suffix[e] * suffix_weight);
+    for (int e = 0; e < N; ++e) {
+      const float of_prefix = prefix_lses[r] == -INFINITY ? 0.0f : prefix[e];
+      const float of_suffix = suffix_lses[r] == -INFINITY ? 0.0f : suffix[e];
+      merged[e] = fmaf(of_prefix, prefix_weight, of_suffix * suffix_weight);
+    }
     store(static_cast<T*>(p.output) + row * p.head_size + column, merged);
     if (p.output_lse != nullptr && rows.column == 0) {
       p.output_lse[row] = sum == 0.0f ? largest : base + logf(sum) / p.ln_base;

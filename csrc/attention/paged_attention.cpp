@@ -51,9 +51,11 @@ Windows check_windows(const Door& door, std::optional<int64_t> sliding_window, b
   return windows;
 }
 
+// Of a subnormal number CPU kernels would make 0, and CUDA kernels the inverse infinity.
 float check_softcap(const Door& door, double softcap) {
   const float result = door.finite("softcap", softcap);
-  door.check(result > 0 || softcap == 0, "softcap", "expected 0 or a positive number of float32, got ", softcap);
+  door.check(result >= std::numeric_limits<float>::min() || softcap == 0, "softcap",
+             "expected 0 or a positive normal number of float32, got ", softcap);
   return result;
 }
 
@@ -302,7 +304,7 @@ void paged_attention_v2(Tensor& out, Tensor& exp_sums, Tensor& max_logits, Tenso
   door.dtype("exp_sums", exp_sums, ScalarType::Float);
   door.shape("exp_sums", exp_sums, {params.num_seqs, params.num_heads, ANY});
   const int64_t num_partitions = exp_sums.size(2);
-  const int64_t needed = (max_seq_len + PARTITION_TOKENS - 1) / PARTITION_TOKENS;
+  const int64_t needed = max_seq_len / PARTITION_TOKENS + (max_seq_len % PARTITION_TOKENS != 0 ? 1 : 0);
   door.check(num_partitions >= needed, "exp_sums", "expected at least ", needed, " partitions of ", PARTITION_TOKENS,
              " tokens, got shape ", exp_sums.sizes());
   door.dtype("max_logits", max_logits, ScalarType::Float);
@@ -365,7 +367,8 @@ std::tuple<Tensor, Tensor> append_and_attend(
       return rotated_copy(door, {lens, argument, "", "rotary_cos", "rotary_sin"}, positions, tokens, *rotary_cos,
                           *rotary_sin, rotary_is_neox);
     };
-    const bool rows_are_in_order = causal || sliding_window.has_value() || right_window.has_value();
+    const bool rows_are_in_order =
+        causal || sliding_window.has_value() || right_window.has_value() || attention_chunk != 0;
     used_query = rotated("query", query, "query_start_loc", query_start_loc, rows_are_in_order);
     used_key = rotated("key", key, "key_start_loc", key_start_loc, true);
   } else {

@@ -33,10 +33,11 @@ Heads check_heads(const Door& door, const char* argument, const Tensor& tensor, 
   door.contiguous_from(argument, tensor, has_head_dim ? heads_dim + 1 : heads_dim);
   const bool is_strided = has_head_dim && num_heads > 1 && tensor.numel() > 0;
   const int64_t head_stride = is_strided ? tensor.stride(heads_dim) : head_size;
-  door.check(head_stride >= head_size, argument, "expected heads that do not overlap, got shape ", tensor.sizes(),
-             " with strides ", tensor.strides());
   const int64_t width = num_heads > 0 ? (num_heads - 1) * head_stride + head_size : 0;
-  return {num_heads, door.written_rows_before(argument, tensor, heads_dim, width).stride, head_stride};
+  const int64_t token_stride = door.rows_before(argument, tensor, heads_dim, width).stride;
+  const bool is_token_by_token = head_stride >= head_size && token_stride >= width;
+  if (!is_token_by_token) door.written_elements(argument, tensor);
+  return {num_heads, token_stride, head_stride};
 }
 
 struct PositionCheck {

@@ -66,7 +66,7 @@ def one_by_one(kind: str, step: dict[str, Any]) -> tuple[Tensor, Tensor]:
     query, key, value = (step[name].flatten(0, -3).clone() for name in ("query", "key", "value"))
     if "rotary_cos" in step:
         first = step.get("rotary_lens", step["cached_lens"]).tolist()
-        is_in_order = step.get("causal", True) or "sliding_window" in step
+        is_in_order = step.get("causal", True) or "sliding_window" in step or "attention_chunk" in step
         padding = [0] * (num_new - len(places))
         for tokens, positions in (
             (query, positions_of(rows, first, 1 if is_in_order else 0)),
@@ -80,7 +80,8 @@ def one_by_one(kind: str, step: dict[str, Any]) -> tuple[Tensor, Tensor]:
         key, value, step["key_cache"], step["value_cache"], torch.tensor(slots, device=device), **scales
     )
     seq_lens = torch.tensor([a + b for a, b in zip(cached, new, strict=True)], device=device)
-    options = {name: step[name] for name in ("causal", "sliding_window", "query_start_loc", "scale") if name in step}
+    names = ("causal", "sliding_window", "attention_chunk", "query_start_loc", "scale")
+    options = {name: step[name] for name in names if name in step}
     return OPS.paged_attention(
         query, step["key_cache"], step["value_cache"], step["block_tables"], seq_lens, **options, **scales
     )
@@ -110,7 +111,10 @@ def test_fp8_cache(device, kind):
     assert_as_one_by_one(kind, make_step(kind, torch.float16, torch.float8_e4m3fn, device) | scales)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": False}, {"causal": False, "sliding_window": 4}], ids=str)
+ORDERS = [{}, {"causal": False}, {"causal": False, "sliding_window": 4}, {"causal": False, "attention_chunk": 4}]
+
+
+@pytest.mark.parametrize("options", ORDERS, ids=str)
 @pytest.mark.parametrize("kind", COUNTS)
 def test_rotation(device, kind, options):
     """Without an order all rows of a sequence stand at its first new token. Lengths of another kind say where."""

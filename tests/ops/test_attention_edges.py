@@ -68,6 +68,15 @@ def test_a_sink_of_minus_infinity_is_none(device, dtype):
     assert_same_bits(out[:, 1], without[:, 1])
 
 
+def test_a_sink_that_is_nan(device):
+    """A row that sees nothing is zero all the same."""
+    arguments = make_arguments(Case(((1, 0), (1, 5)), sinks=True), device)
+    arguments["sinks"].fill_(torch.nan)
+    out, lse = OPS.paged_attention(**arguments)
+    assert not out[0].any()
+    assert out[1].isnan().all() and lse.isnan().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seq_len", [20, 700])
 def test_nan_in_what_a_row_sees_comes_out(device, dtype, seq_len):

@@ -156,6 +156,7 @@ V2_ERRORS = {
         ValueError,
         lambda a: {name: a[name][:, :, :0] for name in ("exp_sums", "max_logits", "tmp_out")},
     ),
+    "too few partitions for any max_seq_len": ("exp_sums", ValueError, lambda a: {"max_seq_len": 2**63 - 1}),
 }
 RAGGED_ERRORS = {
     "query_start_loc dtype": (
@@ -176,6 +177,7 @@ RAGGED_ERRORS = {
     "softcap NaN": ("softcap", ValueError, lambda a: {"softcap": math.nan}),
     "softcap infinite as float32": ("softcap", ValueError, lambda a: {"softcap": 1e60}),
     "softcap 0 as float32": ("softcap", ValueError, lambda a: {"softcap": 1e-60}),
+    "softcap subnormal": ("softcap", ValueError, lambda a: {"softcap": 1e-40}),
     "max_seq_len": ("max_seq_len", ValueError, lambda a: {"max_seq_len": 11}),
     "max_seq_len below 0": ("max_seq_len", ValueError, lambda a: {"max_seq_len": -1}),
     "sinks shape": ("sinks", ValueError, lambda a: {"sinks": torch.ones(2)}),

@@ -187,6 +187,18 @@ def test_a_context_seen_in_two_parts(device, case, data):
     assert_close_to_reference(lse, expected_lse, eager_fp32[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_output_of_an_empty_part_may_hold_anything(device, dtype):
+    """0 times NaN would be NaN."""
+    arguments = make_merge_arguments(device, dtype)
+    for token, name in ((0, "prefix"), (1, "suffix"), (2, "prefix"), (2, "suffix")):
+        arguments[f"{name}_lse"][token], arguments[f"{name}_output"][token] = -math.inf, math.nan
+    OPS.merge_attn_states(**arguments)
+    assert_same_bits(arguments["output"][0], arguments["suffix_output"][0])
+    assert_same_bits(arguments["output"][1], arguments["prefix_output"][1])
+    assert not arguments["output"][2].any()
+
+
 @pytest.mark.parametrize("name", ["prefix_lse", "suffix_lse"])
 def test_nan_comes_out(device, name):
     arguments = make_merge_arguments(device)
@@ -199,6 +211,11 @@ def test_nan_comes_out(device, name):
 # what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
 ERRORS = {
     "prefix_output rank": ("prefix_output", ValueError, lambda a: {"prefix_output": a["prefix_output"].flatten(1)}),
+    "prefix_output without elements": (
+        "prefix_output",
+        ValueError,
+        lambda a: {name: a[name][..., :0] for name in ("output", "prefix_output", "suffix_output")},
+    ),
     "prefix_output dtype": ("prefix_output", TypeError, lambda a: {"prefix_output": a["prefix_output"].double()}),
     "prefix_output strided": (
         "prefix_output",

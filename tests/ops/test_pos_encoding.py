@@ -264,6 +264,18 @@ def test_heads_that_are_slices_of_wider_ones(device, is_neox):
         assert wide[name][:, :, 64:].isnan().all()
 
 
+@pytest.mark.parametrize("is_neox", [True, False])
+def test_tokens_of_a_head_side_by_side(device, is_neox):
+    """[num_heads, num_tokens, head_size], transposed: the same bits as of heads that lie side by side."""
+    arguments, same = (make_arguments(device, torch.bfloat16, rot_dim=62, is_neox=is_neox) for _ in range(2))
+    for name in ("query", "key"):
+        same[name] = same[name].transpose(0, 1).contiguous().transpose(0, 1)
+    OPS.rotary_embedding(**arguments)
+    OPS.rotary_embedding(**same)
+    for name in ("query", "key"):
+        assert_same_bits(same[name].contiguous(), arguments[name])
+
+
 def test_no_tokens(device):
     assert_rotary(make_arguments(device, positions=()))
 
@@ -330,6 +342,7 @@ ERRORS = {
     "query is key": ("key", ValueError, lambda a: {"key": a["query"]}),
     "heads overlap": ("query", ValueError, lambda a: {"query": a["query"].as_strided((4, 4, 64), (256, 32, 1))}),
     "tokens overlap": ("query", ValueError, lambda a: {"query": a["query"][:1].expand_as(a["query"])}),
+    "its tokens overlap": ("query", ValueError, lambda a: {"query": a["query"].as_strided((4, 4, 64), (32, 256, 1))}),
     "batch, query without it": ("query", ValueError, lambda a: as_batch(a, 2, 2) | {"query": a["query"]}),
     "batch, key without it": ("key", ValueError, lambda a: as_batch(a, 2, 2) | {"key": a["key"]}),
     "batch, positions without it": (

@@ -63,7 +63,7 @@ void write_out(const PagedAttentionParams& p, int64_t row, int64_t head, const R
     weight = exp(max - base);
     sum = sum * weight + exp(sink - base);
   }
-  const float scale = sum == 0.0f ? 0.0f : weight / sum * p.value_scale;
+  const float scale = results.sum[index] == 0.0f ? 0.0f : weight / sum * p.value_scale;
   const float* values = results.values + index * p.head_size;
   T* out = static_cast<T*>(p.out) + row * p.out_stride + head * p.head_size;
   for_each_vector(p.head_size, [&](int64_t d, auto load, auto store) { store(out + d, load(values + d) * scale); });

@@ -3,9 +3,9 @@
 // paged_attention_mma.cuh read it eight times. Rows, masks and softmax are the same.
 //
 //   S = Q K^T     Q in registers; K in pieces of 8 elements of 8 tokens, 128 adjacent bytes, as in the CHUNKED layout
-//   O = O + P V   P in registers; V in such pieces, too. In the CHUNKED layout their lines are 8 tokens of an element,
-//   in
-//                 the NHD layout they are 8 elements of a token (Major::N)
+//   O = O + P V   P in registers; V in such pieces, too, whose lines are
+//                 in the CHUNKED layout 8 tokens of an element,
+//                 in the NHD layout 8 elements of a token (Major::N)
 //
 // While the values of a tile are multiplied, the softmax of the next tile is computed.
 #pragma once

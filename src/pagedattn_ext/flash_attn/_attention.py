@@ -268,7 +268,8 @@ def flash_attn_with_kvcache(
         k, v: new tokens, [batch, seqlen_new, num_kv_heads, head_size]; with cu_seqlens_k_new [total_new, ...].
             If both have the dtype of fp8 caches, they are the caches' numbers, whatever the scales are.
         rotary_cos, rotary_sin: [max_position, rot_dim / 2]. New key j is rotated by position cache_seqlens + j, row i
-            by cache_seqlens + i (by cache_seqlens alone if neither causal nor windowed). k and q stay as they are.
+            by cache_seqlens + i (by cache_seqlens alone if neither causal nor in a window nor in a chunk). k and q
+            stay as they are.
         cache_seqlens: the lengths before k and v are appended, an int or int32 [batch]; default the whole cache.
         cache_batch_idx: [batch], the sequence of the cache that each sequence uses, or the row of the block table;
             default its own.

@@ -273,7 +273,7 @@ def append_and_attend(
 
     With rotary_cos and rotary_sin, copies of the queries and of the new keys are rotated first, as `rotary_embedding`
     does. New key j of a sequence stands at position cached_lens + j, and row i at cached_lens + i, or at cached_lens if
-    the rows are neither causal nor in a window.
+    the rows are neither causal nor in a window nor in a chunk.
 
     Args:
         query: [num_tokens, num_heads, head_size], or [num_seqs, rows_per_seq, num_heads, head_size].
@@ -432,8 +432,8 @@ def merge_attn_states(
     """Attention over two sets of tokens, merged from two results of `paged_attention`, one for each set.
 
     lse = log(exp(prefix_lse) + exp(suffix_lse)); output = exp(prefix_lse - lse) * prefix_output +
-    exp(suffix_lse - lse) * suffix_output. An lse of -inf or of +inf says that a part has no tokens. Where both parts
-    have none, the result is zeros and -inf.
+    exp(suffix_lse - lse) * suffix_output. An lse of -inf or of +inf says that a part has no tokens; its output may then
+    hold anything. Where both parts have none, the result is zeros and -inf.
 
     Args:
         prefix_output, suffix_output: [num_tokens, num_heads, head_size], contiguous.
