@@ -207,8 +207,8 @@ class AsyncLLMEngine:
         await self._start_once()
 
     async def _start_once(self) -> None:
-        """Start unless somebody has, and wait until the engine runs. If a caller is cancelled, the start goes on: a core
-        that has started by half could neither run nor stop."""
+        """Start unless somebody has, and wait until the engine runs. If a caller is cancelled, the start goes on: a
+        core that has started by half could neither run nor stop."""
         if self._starting is None and not self._is_stopping:
             self._loop = asyncio.get_running_loop()
             self._starting = self._loop.create_task(self._start())

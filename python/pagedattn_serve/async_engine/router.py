@@ -141,8 +141,8 @@ class _Replica:
 
 
 def split(prompt: Prompt, cache_salt: str) -> Pieces:
-    """The pieces of a prompt. A prompt that is no prompt has none, and neither has one whose salt is no salt: the engine
-    will say what is wrong with it."""
+    """The pieces of a prompt. A prompt that is no prompt has none, nor has one whose salt is no text: the engine will
+    say what is wrong with it."""
     if isinstance(prompt, dict):
         cache_salt = cache_salt or prompt.get("cache_salt", "")
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
