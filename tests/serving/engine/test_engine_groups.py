@@ -126,10 +126,14 @@ def test_a_request_that_outgrows_what_registered_prefixes_leave(llama: Checkpoin
     """It needs as many blocks as the cache has, so the error has to say where the others are."""
     engine = make_engine(llama, num_blocks=16)
     assert engine.register_prefix(llama.prompts[7]) == 40
-    run(engine, [llama.prompts[7]], GREEDY)
-    [wide] = run(engine, [[3]], SamplingParams(n=4, seed=1, max_tokens=30, ignore_eos=True))
+    wide = SamplingParams(n=4, seed=1, max_tokens=30, ignore_eos=True)
+    outputs: list[RequestOutput] = []
+    for prompt, params in ((llama.prompts[7], GREEDY), ([3], wide)):
+        engine.add_request("a", sampling_params=params, prompt_token_ids=prompt)
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
     expected = "its sequences need more than all 16 blocks of the cache, 5 of which are for registered prefixes"
-    assert wide.error == expected
+    assert outputs[-1].error == expected
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
