@@ -326,8 +326,11 @@ class LLMEngine:
         return outputs
 
     def flush(self, waits: bool = True) -> None:
-        """With prefix_cache_dir: let all blocks be written that belong there; see `StoredPrefixes.write_all`."""
-        if self._stored is not None:
+        """With prefix_cache_dir: let all blocks be written that belong there; see `StoredPrefixes.write_all`. While a
+        batch that failed is still to run, none is written: its blocks are found already, and do not hold their tokens
+        yet."""
+        self._settle()
+        if self._stored is not None and self._batch is None:
             self._stored.write_all(waits)
 
     def get_num_unfinished_requests(self) -> int:

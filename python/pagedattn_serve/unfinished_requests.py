@@ -43,9 +43,11 @@ class UnfinishedRequests:
         outputs = self._add_to_plain(batch.sequences[:num_plain], sampled, now)
         outputs += self._add_to_others(batch.sequences[num_plain:], num_plain, sampled, now)
         outputs += self._add_pooled(batch, sampled, now)
-        num_blocks = self._scheduler.block_manager.num_blocks
+        manager = self._scheduler.block_manager
         for group in batch.outgrown:
-            error = f"its sequences need more than all {num_blocks} blocks of the cache"
+            error = f"its sequences need more than all {manager.num_blocks} blocks of the cache"
+            if manager.num_pinned_blocks:
+                error += f", {manager.num_pinned_blocks} of which are for registered prefixes"
             outputs.append(self._fail(self.by_id[group.request_id], error, now))
         self._forget_finished(outputs)
         return outputs

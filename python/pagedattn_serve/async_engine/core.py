@@ -183,6 +183,7 @@ class EngineLoop:
             outputs = self._engine.abort_request(list(self._keys))
             if error is None:
                 self._add_outputs(outputs)
+                self._send_news(with_stats=False)  # at once: the disk may take long
                 self._engine.flush()
             self._send_news(with_stats=True)
         except BaseException:  # the log already says that the engine is broken

@@ -118,7 +118,7 @@ class AsyncLLMEngine:
         self.on_death = on_death
         self._max_waiting = max_waiting
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting: asyncio.Task[None] | None = None  # the start by the first request
+        self._starting: asyncio.Task[None] | None = None  # of the core
         self._is_running = False
         self._is_stopping = False
         self._keys = count()  # of requests and calls
@@ -204,16 +204,20 @@ class AsyncLLMEngine:
         """Let the engine run. Raises RuntimeError the second time."""
         if self._loop is not None or self._is_stopping:
             raise RuntimeError("start: expected to be called once; make another AsyncLLMEngine of the same engine")
-        self._loop = asyncio.get_running_loop()
-        await self._core.start(self._deliver, self._finish)
-        self._is_running = self.error is None
+        await self._start_once()
 
     async def _start_once(self) -> None:
-        """Start unless somebody has. A request that comes during the start waits for it."""
-        if self._loop is None and self._starting is None and not self._is_stopping:
-            self._starting = asyncio.create_task(self.start())
+        """Start unless somebody has, and wait until the engine runs. If a caller is cancelled, the start goes on: a
+        core that has started by half could neither run nor stop."""
+        if self._starting is None and not self._is_stopping:
+            self._loop = asyncio.get_running_loop()
+            self._starting = self._loop.create_task(self._start())
         if self._starting is not None:
             await asyncio.shield(self._starting)
+
+    async def _start(self) -> None:
+        await self._core.start(self._deliver, self._finish)
+        self._is_running = self.error is None
 
     async def shutdown(self) -> None:
         """Stop after the step that runs; may be called more than once.
@@ -222,6 +226,9 @@ class AsyncLLMEngine:
         EngineDeadError.
         """
         self._is_stopping = True
+        starting = self._starting
+        if starting is not None and not starting.done() and not starting.get_loop().is_closed():
+            await asyncio.wait([starting])
         self._core.stop()
         await self._core.join()
 
@@ -330,8 +337,12 @@ class AsyncLLMEngine:
             return f"the engine broke: {self.error}"
         if self._is_stopping:
             return "the engine was shut down"
-        if self._loop is None:
+        if self._loop is None or self._starting is None:
             return "the engine does not run: expected start() before"
+        if self._loop.is_closed():
+            return "the event loop that the engine was started in is closed"
+        if not self._starting.done():
+            return "the engine does not run yet"
         return "; ".join(f"replica {i} died: {each.error}" for i, each in enumerate(self.replicas()))
 
     def _admit(self, args: RequestArgs, forget: Callable[[], bool]) -> "Stream":

@@ -141,8 +141,10 @@ class _Replica:
 
 
 def split(prompt: Prompt, cache_salt: str) -> Pieces:
-    """The pieces of a prompt. A prompt that is no prompt has none: the engine will say what is wrong with it."""
+    """The pieces of a prompt. A prompt that is no prompt has none, nor has one whose salt is no text: the engine will
+    say what is wrong with it."""
     if isinstance(prompt, dict):
+        cache_salt = cache_salt or prompt.get("cache_salt", "")
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt"))
     content: Sequence[Any] = ()
     size = PIECE_TOKENS
@@ -151,11 +153,11 @@ def split(prompt: Prompt, cache_salt: str) -> Pieces:
     elif isinstance(token_ids := without_array(prompt), list | tuple):
         content = tuple(token_ids)
     hashes: list[int] = []
-    last = hash(cache_salt)
     try:
+        last = hash(cache_salt)
         for begin in range(0, len(content) - size + 1, size):
             last = hash((last, content[begin : begin + size]))
             hashes.append(last)
-    except TypeError:  # token ids that are no numbers
+    except TypeError:  # token ids that are no numbers, or a salt that is no text
         hashes.clear()
     return Pieces(hashes, len(content) * PIECE_TOKENS // size)

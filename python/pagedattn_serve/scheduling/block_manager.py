@@ -79,6 +79,11 @@ class BlockManager:
         return self._allocator.num_cached_blocks
 
     @property
+    def num_pinned_blocks(self) -> int:
+        """Blocks that are kept for registered prefixes, once these are computed."""
+        return len(self._allocator.pinned)
+
+    @property
     def num_host_blocks(self) -> int:
         """Blocks of the pool in host memory."""
         return self._host_allocator.num_blocks

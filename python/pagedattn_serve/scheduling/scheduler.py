@@ -260,9 +260,12 @@ class Scheduler:
         self.block_manager.place(batch)
 
     def _make_way(self, batch: ScheduledBatch) -> None:
-        """Preempt the last running group while a group that comes before it waits for its place or its blocks."""
+        """Preempt the last running group while a group that comes before it waits for its place, for its blocks, or for
+        a step that decodes do not fill."""
         while self.running and (group := self._next_waiting()) and group.order < self.running[-1].order:
+            num_decodes = sum(len(each.sequences) for each in self.running if not each.in_prefill)
             has_place = group.max_num_sequences <= self._num_places()
+            has_place &= num_decodes < self.config.max_num_batched_tokens
             if has_place and self.block_manager.can_allocate(group.sequences, keep_watermark=True):
                 break
             self._preempt_last(batch)

@@ -657,6 +657,29 @@ def test_shutdown_ends_what_is_in_flight(small: LLMEngine, monkeypatch: pytest.M
     expect_nothing_left(small)
 
 
+def test_readers_do_not_wait_for_the_disk_when_the_engine_stops(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_written = threading.Event()
+    monkeypatch.setattr(engine, "flush", lambda: is_written.wait(TIMEOUT))
+
+    async def main() -> None:
+        serving = AsyncLLMEngine(engine)
+        await serving.start()
+        stream = serving.generate("the", greedy(90))
+        await anext(stream)
+        end = asyncio.create_task(serving.shutdown())
+        try:
+            async with asyncio.timeout(20):
+                last = [output async for output in stream][-1]
+            assert last.outputs[0].finish_reason == "abort" and not end.done()
+        finally:
+            is_written.set()
+        await end
+
+    play(main())
+
+
 def test_shutdown_may_come_twice_and_at_any_time(engine: LLMEngine) -> None:
     deaths: list[int] = []
 
@@ -733,6 +756,8 @@ def test_the_event_loop_is_closed_while_it_runs(engine: LLMEngine) -> None:
     serving = loop.run_until_complete(main())
     loop.close()
     assert not serving.is_running
+    with pytest.raises(EngineDeadError, match=r"^the event loop that the engine was started in is closed$"):
+        asyncio.run(anext(serving.generate("the")))
     runner.release()
     for thread in set(threading.enumerate()) - before:
         thread.join(60)

@@ -526,6 +526,20 @@ def test_many_starts_leave_nothing_open(text_model: str, monkeypatch: pytest.Mon
     assert num_open() == before and children_of(os.getpid()) == children
 
 
+def test_the_end_may_come_amid_the_start(text_model: str, warm: StartedRanks) -> None:
+    """When the connection is being made, through which the process would hear of the end."""
+
+    async def main() -> None:
+        serving = AsyncLLMEngine.from_engine_args(EngineArgs(text_model))
+        start = asyncio.create_task(serving.start())
+        await asyncio.sleep(0)
+        await asyncio.gather(serving.shutdown(), start)
+        assert not serving.is_running and serving.error is None
+
+    play(main())
+    assert warm.processes[0].returncode == 0
+
+
 FRONT = """
 import asyncio, os, sys, time
 from pagedattn_serve import AsyncLLMEngine, EngineArgs, SamplingParams

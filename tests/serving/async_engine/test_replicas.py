@@ -198,6 +198,34 @@ def test_a_replica_that_is_killed_amid_requests(text_model: str, monkeypatch: py
     assert len(processes.pids) == 3 and not any(map(is_running, processes.pids))
 
 
+def test_a_request_that_comes_amid_the_start_waits_for_its_end(cores: list[FakeCore], text_model: str) -> None:
+    """And so does the end of the engine, whoever waits for the start: a core that has started by half cannot stop."""
+
+    async def main() -> None:
+        engine = make(text_model)
+        start = asyncio.create_task(engine.start())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineDeadError, match=r"^the engine does not run yet$"):
+            await engine.call(methodcaller("stats"))
+        request = asyncio.create_task(read(engine, "the"))
+        await asyncio.sleep(0)
+        assert engine.num_unfinished == 0
+        start.cancel()
+        core = await held(cores)
+        assert all(each.is_started for each in cores) and engine.is_running
+        core.tell(core.keys[0], finished=True)
+        assert (await request).finished
+        await engine.shutdown()
+        given_up = make(text_model)
+        start = asyncio.create_task(given_up.start())
+        await asyncio.sleep(0)
+        start.cancel()
+        await given_up.shutdown()
+        assert len(cores) == 4 and all(core.is_started and core.is_ended for core in cores)
+
+    play(main())
+
+
 def holder(cores: list[FakeCore]) -> FakeCore | None:
     """The core that has got a request, has not ended and does not hang."""
     return next((core for core in cores if core.keys and not core.is_ended and core.hang is None), None)

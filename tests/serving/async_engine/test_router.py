@@ -81,6 +81,8 @@ def test_prompts_of_another_salt_are_not_alike() -> None:
     assert split(LONG, "a").hashes != split(LONG, "b").hashes
     assert set(split(LONG, "a").hashes).isdisjoint(split(LONG, "b").hashes)
     assert split(LONG, "a") == split(tuple(LONG), "a")
+    in_prompt = {"prompt_token_ids": LONG, "cache_salt": "a"}  # which an argument goes before, as in the engine
+    assert (split(in_prompt, ""), split(in_prompt, "b")) == (split(LONG, "a"), split(LONG, "b"))
 
 
 def test_pieces_are_known_with_all_before_them() -> None:
@@ -117,6 +119,7 @@ def test_a_replica_that_is_new_has_cached_nothing() -> None:
 @pytest.mark.parametrize("prompt", [None, 3, {}, [], "", [[1] * 100] * 100, {"text": "x"}, {"prompt": 3}])
 def test_a_prompt_that_is_none_is_for_the_engine_to_refuse(prompt: Any) -> None:
     assert run(router_of(2), 0, prompt) in (0, 1)
+    assert run(router_of(2), 0, LONG, cache_salt=[prompt]) in (0, 1)  # type: ignore[arg-type]
 
 
 def test_the_caches_of_a_chat_workload_work_as_one() -> None:

@@ -122,6 +122,20 @@ def test_abort(llama: Checkpoint, params: dict[str, Any], num_steps: int) -> Non
     assert engine.stats().num_used_blocks == 0 and not engine.has_unfinished_requests()
 
 
+def test_a_request_that_outgrows_what_registered_prefixes_leave(llama: Checkpoint) -> None:
+    """It needs as many blocks as the cache has, so the error has to say where the others are."""
+    engine = make_engine(llama, num_blocks=16)
+    assert engine.register_prefix(llama.prompts[7]) == 40
+    wide = SamplingParams(n=4, seed=1, max_tokens=30, ignore_eos=True)
+    outputs: list[RequestOutput] = []
+    for prompt, params in ((llama.prompts[7], GREEDY), ([3], wide)):
+        engine.add_request("a", sampling_params=params, prompt_token_ids=prompt)
+        while engine.has_unfinished_requests():
+            outputs += engine.step()
+    expected = "its sequences need more than all 16 blocks of the cache, 5 of which are for registered prefixes"
+    assert outputs[-1].error == expected
+
+
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_a_request_that_outgrows_the_cache_ends_alone(llama: Checkpoint, mode: str) -> None:
     """Its four sequences need 4 * 6 blocks of their own; the other request is served, before and after."""

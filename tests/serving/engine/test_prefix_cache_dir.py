@@ -108,6 +108,23 @@ def test_what_one_prompt_had_is_not_written_unless_it_is_registered(tmp_path: Pa
     assert num_cached(ask(second, 50, prefix=PREFIX[::-1])) == 40
 
 
+def test_blocks_that_a_failed_step_has_not_computed_are_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second prompt of the step has found the blocks of the first one, which hold anything when the step fails."""
+    engine = start(tmp_path)
+    for name in ("b", "c"):
+        engine.add_request(name, None, GREEDY, [*PREFIX, 50, 3])
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(engine.executor, "execute", lambda _: 1 // 0)
+        engine.step()
+    engine.flush()
+    assert engine.stats().num_written_blocks == 0
+    ask(engine, 51)  # the step runs again
+    engine.flush()
+    assert engine.stats().num_written_blocks == 5
+
+
 def test_what_falls_out_of_the_cache_comes_back(tmp_path: Path) -> None:
     engine = fill(tmp_path, num_blocks=8)
     expected = ask(engine, 52).outputs[0].token_ids

@@ -34,6 +34,25 @@ def test_a_better_one_takes_the_place_of_the_worst() -> None:
 
 
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_a_better_one_takes_the_tokens_of_the_worst(preemption_mode: str) -> None:
+    """Where decodes fill the whole step. The worst comes back when the better one has ended."""
+    engine = make_engine(
+        policy="priority", preemption_mode=preemption_mode, num_host_blocks=8, max_num_seqs=4, max_num_batched_tokens=2
+    )
+    a, b = engine.add(1, priority=0), engine.add(1, priority=5)
+    engine.step()
+    better = engine.add(3, max_tokens=2, priority=1)
+    batch = engine.step()
+    assert batch.preempted == [b] and running(engine) == [a, better]
+    for _ in range(3):
+        assert not engine.step().preempted
+    assert not better.sequences
+    engine.step()
+    assert running(engine) == [a, b]
+    engine.drain()
+
+
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
 def test_a_better_one_takes_the_blocks_of_the_worst(preemption_mode: str) -> None:
     engine = make_engine(policy="priority", preemption_mode=preemption_mode, num_host_blocks=8)
     groups = [engine.add(15, priority=priority) for priority in (0, 3, 2)]
