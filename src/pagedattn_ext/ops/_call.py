@@ -30,20 +30,16 @@ _KINDS = {
 
 class _Number(NamedTuple):
     """An argument of an op that is a number, or a dtype, which torch reads as one. kind: its type in the schema. plain:
-    the types of values that need no further look."""
+    the type of values that need no further look."""
 
     place: int
     name: str
     kind: str
-    plain: tuple[type, ...]
+    plain: type
 
 
 _numbers: dict[str, tuple[_Number, ...]] = {}  # of each op
-_PLAIN = {
-    "int": (int, type(None)),
-    "float": (float, int, type(None)),
-    "ScalarType": (torch.dtype, type(None)),
-}
+_PLAIN = {"int": int, "float": float, "ScalarType": torch.dtype}
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +53,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
     num_args = len(args)
     for place, argument, kind, plain in _numbers[name]:
         value = args[place] if place < num_args else kwargs.get(argument)
-        if type(value) not in plain:
+        if value is not None and type(value) is not plain:
             _check_number(name, argument, kind, value)
     try:
         return op(*args, **kwargs)
@@ -77,8 +73,8 @@ def given(optional: dict[str, Any]) -> dict[str, Any]:
 
 def raise_as_marked(error: RuntimeError) -> None:
     """Raise a raw op's error as the type that its mark names, without the mark (csrc/marked_errors.h). Torch's own
-    error for an argument that a schema does not take becomes a TypeError in the words of the ops. Any other error is
-    left to the caller."""
+    error for an argument that a schema does not take becomes one in the words of the ops: a TypeError, or a ValueError
+    for an int of more than 64 bits. Any other error is left to the caller."""
     message = str(error)
     for marked in (TypeError, ValueError, RuntimeError):
         mark = f" ({marked.__name__})"
