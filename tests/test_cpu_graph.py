@@ -640,3 +640,18 @@ def test_an_op_leaves_nothing_of_its_own_to_a_graph() -> None:
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fsyntax-only", "-x", "c++", "-I", str(CSRC), "-"]
     result = subprocess.run(command, input=KEPT_BY_VALUE, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_reset_within_the_context():
+    """The capture is over there: leaving the context is no error, and the graph is as a new one."""
+    graph, input = CPUGraph(), torch.ones(2, 16)
+    with torch.inference_mode():
+        with graph.capture():
+            ops.gelu_new(input)
+            graph.reset()
+            assert ops.gelu_new(input).sum() > 0  # it runs
+        assert graph.num_bytes == 0
+        with graph.capture():
+            out = ops.gelu_new(input)
+    graph.replay()
+    assert out.sum() > 0

@@ -48,6 +48,11 @@ def test_stream():
     assert len(texts["late"]) == 10 and lines.index(texts["late"][-1]) < lines.index(texts["with"][-1])
 
 
+def test_help():
+    """It was taken for the name of a model."""
+    assert run("python/examples/stream.py", "--help").startswith("usage: stream.py [-h] ")
+
+
 def test_tools(tmp_path):
     from scripted_models import make_scripted_model
 

@@ -69,7 +69,7 @@ OF_VARLEN: list[Wrong] = [
         "page_table: .* -1 ",
     ),
     ({"softmax_scale": float("nan")}, "softmax_scale: expected a finite number of float32, got nan$"),
-    ({"softmax_scale": "x"}, "softmax_scale: expected float, got str$"),
+    ({"softmax_scale": "x"}, "softmax_scale: expected a number, got str$"),
     ({"v": torch.zeros(9, KV_HEADS, HEAD_SIZE)}, r"v: expected shape \[10, 2, 16\], got \[9, 2, 16\]$"),
     ({"q": torch.zeros(3, 3, HEAD_SIZE)}, "q: expected a number of heads that is a multiple of the 2 KV heads, got 3$"),
 ]

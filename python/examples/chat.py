@@ -3,13 +3,17 @@
 Usage: python python/examples/chat.py [MODEL] (Ctrl-D ends it)
 """
 
+import argparse
 import sys
 
 from pagedattn_serve import DEMO_MODEL, LLM, SamplingParams
 
 
 def main() -> None:
-    llm = LLM(sys.argv[1] if len(sys.argv) > 1 else DEMO_MODEL)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="default: the demo model")
+    args = parser.parse_args()
+    llm = LLM(args.model)
     params = SamplingParams(temperature=0, max_tokens=40)
     messages = [{"role": "system", "content": "You know the Python language reference."}]
     num_found = 0

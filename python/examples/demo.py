@@ -87,8 +87,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64, help="prompts to serve (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: %(default)s)")
     args = parser.parse_args()
-    if args.requests < 1:
-        parser.error(f"--requests: expected at least 1, got {args.requests}")
+    for name in ("requests", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
 

@@ -4,7 +4,7 @@ Usage: python python/examples/generate_batch.py [MODEL]
 On a CPU, transformers needs psutil to see how much memory there is.
 """
 
-import sys
+import argparse
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -15,9 +15,11 @@ PROMPTS = ["The for statement", "A class definition", "Python's numeric types", 
 
 
 def main() -> None:
-    path = sys.argv[1] if len(sys.argv) > 1 else DEMO_MODEL
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="default: the demo model")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
     use_paged_attention(model)
     outputs = model.generate_batch(tokenizer(PROMPTS).input_ids, max_new_tokens=30)
     for prompt, output in zip(PROMPTS, outputs.values(), strict=True):

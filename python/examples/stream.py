@@ -3,13 +3,16 @@
 Usage: python python/examples/stream.py [MODEL]
 """
 
-import sys
+import argparse
 
 from pagedattn_serve import DEMO_MODEL, LLMEngine, SamplingParams
 
 
 def main() -> None:
-    engine = LLMEngine(sys.argv[1] if len(sys.argv) > 1 else DEMO_MODEL)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default=DEMO_MODEL, help="default: the demo model")
+    args = parser.parse_args()
+    engine = LLMEngine(args.model)
     engine.add_request("with", "The with statement", SamplingParams(temperature=0, max_tokens=40))
     engine.add_request("class", "A class definition", SamplingParams(temperature=0.8, seed=1, max_tokens=200))
     num_steps, shown = 0, {"with": 0, "class": 0, "late": 0}

@@ -3,8 +3,8 @@
 Usage: python python/examples/tools.py MODEL [QUESTION] (MODEL's chat template has to know tools, as Qwen 3's does)
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,11 +37,13 @@ FUNCTIONS: dict[str, Callable[..., str]] = {"get_weather": get_weather}
 
 
 def main() -> None:
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    llm = LLM(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="its chat template has to know tools, as Qwen 3's does")
+    parser.add_argument("question", nargs="?", default=QUESTION, help="default: %(default)s")
+    args = parser.parse_args()
+    llm = LLM(args.model)
     params = SamplingParams(temperature=0, max_tokens=400)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": sys.argv[2] if len(sys.argv) > 2 else QUESTION}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": args.question}]
     for _ in range(5):  # a model may call for ever
         [output] = llm.chat(messages, params, use_tqdm=False, tools=TOOLS)
         [said] = llm.parse_chat(output, TOOLS)

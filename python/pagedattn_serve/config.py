@@ -101,7 +101,7 @@ def read_text(name: str, file: str | PathLike[str]) -> str:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless `value` is one of the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ArgumentError(name, f"one of {', '.join(choices)}", shown(value))
 
 
@@ -115,13 +115,13 @@ def check_dtype(dtype: object) -> str:
 
 def check_kv_cache_dtype(name: object) -> None:
     """Raise ArgumentError unless it is the name of a dtype of the cache."""
-    if name not in ("auto", *CACHE_DTYPES):
+    if not isinstance(name, str) or name not in ("auto", *CACHE_DTYPES):
         raise ArgumentError("kv_cache_dtype", f"auto, {', '.join(CACHE_DTYPES)}", shown(name, str) or "an empty text")
 
 
 def check_quantization(quantization: object) -> None:
     """Raise ArgumentError unless it is None or one of QUANTIZATIONS."""
-    if quantization not in (None, *QUANTIZATIONS):
+    if quantization is not None and (not isinstance(quantization, str) or quantization not in QUANTIZATIONS):
         expected = f"None, {' or '.join(QUANTIZATIONS)} (leave it out for a quantized checkpoint)"
         raise ArgumentError("quantization", expected, shown(quantization))
 
@@ -195,7 +195,8 @@ class SchedulerConfig:
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         check_choice("scheduling_policy", self.policy, ("fcfs", "priority"))
         check_choice("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
-        if self.speculation is not None and self.speculation != "ngram":
+        is_ngram = isinstance(self.speculation, str) and self.speculation == "ngram"
+        if self.speculation is not None and not is_ngram:
             raise ArgumentError("speculation", 'None or "ngram"', shown(self.speculation))
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1)
         check_int("max_beam_width", self.max_beam_width, 1)

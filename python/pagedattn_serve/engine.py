@@ -154,7 +154,9 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, on_loading: OnLoading | None = None) -> Self:
         """on_loading: is called with (rank, done, total), some times, as each rank loads its weights; without it a
-        terminal shows the progress of rank 0."""
+        terminal shows the progress of rank 0. Raises as `LLMEngine` does, and TypeError for anything but EngineArgs."""
+        if not isinstance(engine_args, EngineArgs):
+            raise ArgumentTypeError("engine_args", "EngineArgs", type(engine_args).__name__)
         engine = cls.__new__(cls)
         engine._on_loading = on_loading
         engine.__init__(**vars(engine_args))  # type: ignore[misc]

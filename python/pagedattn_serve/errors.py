@@ -5,11 +5,14 @@ import pickle
 from collections.abc import Callable
 from typing import Any, Self
 
+MAX_SHOWN = 500  # characters of a value
 
-def shown(value: object, write: Callable[[Any], str] = repr) -> str:
-    """A value as errors show it, by what writes it."""
+
+def shown(value: object, write: Callable[[Any], str] = repr, most: int = MAX_SHOWN) -> str:
+    """A value as errors show it, by what writes it. Of a long one its beginning is shown, `most` characters."""
     try:
-        return write(value)
+        text = write(value)
+        return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
     except ValueError:  # Python writes no int of thousands of digits
         return f"one of {value.bit_length():,} bits" if isinstance(value, int) else type(value).__name__
 
@@ -26,7 +29,7 @@ class BadArgument(Exception):
     def __init__(self, argument: str, expected: str, got: object = "", place: str = "") -> None:
         self.argument = argument
         self.expected = expected
-        self.got = shown(got, str)
+        self.got = shown(got, str, 2 * MAX_SHOWN)  # which may have a value and words behind it
         self.place = place
         super().__init__(argument, expected, self.got, place)  # so that the error can be pickled
 

@@ -5,11 +5,12 @@ from functools import partial
 from os import PathLike
 from typing import Any, TypeVar, cast
 
+from pagedattn_serve.config import check_int, check_text
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.engine_args import EngineArgs, takes_options
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, nth, with_place
 from pagedattn_serve.output_parsing.events import ParsedOutput
-from pagedattn_serve.output_parsing.output_format import AUTO, OutputFormat, output_format
+from pagedattn_serve.output_parsing.output_format import AUTO, BUDGET, OutputFormat, check_parsers, output_format
 from pagedattn_serve.output_parsing.parser import parse
 from pagedattn_serve.output_parsing.tool_format import tool_use
 from pagedattn_serve.outputs import (
@@ -95,6 +96,7 @@ class LLM:
         """
         requests = list_prompts(prompts, prompt_token_ids)
         params = one_each("sampling_params", sampling_params, len(requests))
+        check_each("sampling_params", params, SamplingParams)
         priorities = one_each("priority", priority, len(requests))
         refuse(of_vllm, CALL_ARGUMENTS, "LLM.generate")
         return self._run(requests, params, priorities, use_tqdm)
@@ -130,11 +132,9 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None,
         use_tqdm: bool | Callable[..., object],
     ) -> list[EmbeddingRequestOutput]:
-        params = [each or PoolingParams() for each in one_each("pooling_params", pooling_params, len(requests))]
-        for i, param in enumerate(params):
-            if not isinstance(param, PoolingParams):
-                error = ArgumentTypeError("pooling_params", "PoolingParams", type(param).__name__)
-                raise error.at(nth("prompt", i, len(requests)))
+        given = one_each("pooling_params", pooling_params, len(requests))
+        check_each("pooling_params", given, PoolingParams)
+        params = [PoolingParams() if each is None else each for each in given]
         outputs = self._run(requests, params, [0] * len(requests), use_tqdm)
         for i, output in enumerate(outputs):
             if output.error is not None:
@@ -248,6 +248,10 @@ class LLM:
         else:
             places, conversations = [""], [messages]
         given = one_each("sampling_params", sampling_params, len(conversations))
+        check_each("sampling_params", given, SamplingParams)
+        check_parsers(tool_call_parser, reasoning_parser)
+        if thinking_token_budget is not None:
+            check_int(BUDGET, thinking_token_budget, 0)
         params = [self.get_default_sampling_params() if each is None else each for each in given]
         use = tool_use(tools, tool_choice)
         options: dict[str, Any] = {
@@ -290,6 +294,11 @@ class LLM:
 
         Raises ValueError or TypeError as `chat` does.
         """
+        if not isinstance(output, RequestOutput):
+            raise ArgumentTypeError(
+                "output", "a RequestOutput, as chat gives for each conversation", type(output).__name__
+            )
+        check_text("continued", continued)
         template = None if chat_template is None else load_chat_template(chat_template)
         form = self._output_format(template, tool_call_parser, reasoning_parser)
         turn = form.turn(output.prompt or "", tool_use(tools), None, continued)
@@ -370,3 +379,10 @@ def one_each(name: str, given: T | Sequence[T] | None, count: int) -> list[T | N
     if len(given) != count:
         raise ArgumentError(name, f"one for all or one for each of {count} prompts", len(given))
     return list(given)
+
+
+def check_each(name: str, params: Sequence[object], kind: type) -> None:
+    """Raise TypeError, which names the prompt, unless the parameters of each are of this kind, or None."""
+    for i, param in enumerate(params):
+        if param is not None and not isinstance(param, kind):
+            raise ArgumentTypeError(name, kind.__name__, type(param).__name__).at(nth("prompt", i, len(params)))

@@ -175,7 +175,8 @@ class SamplingParams:
             if self.best_of < self.n:
                 raise ArgumentError("best_of", f"an int >= n, which is {shown(self.n)}", self.best_of)
         check_float("length_penalty", self.length_penalty)
-        if self.early_stopping != "never" and not isinstance(self.early_stopping, bool):
+        is_never = isinstance(self.early_stopping, str) and self.early_stopping == "never"
+        if not is_never and not isinstance(self.early_stopping, bool):
             kind = type(self.early_stopping).__name__
             error = ArgumentError if isinstance(self.early_stopping, str) else ArgumentTypeError
             raise error("early_stopping", 'True, False or "never"', f"{shown(self.early_stopping)} of type {kind}")

@@ -229,7 +229,7 @@ ENGINE_ARGUMENTS = {
         "cudagraph_capture_sizes max_cudagraph_capture_size optimization_level performance_mode disable_cascade_attn "
         "enable_flashinfer_autotune jit_monitor_mode jit_monitor_verbose max_seq_len_to_capture",
     ),
-    **_group("leave it out: a model whose state is no KV cache is refused", mamba_config=()),
+    **_group("leave it out: the states of layers need no options", mamba_config=()),
     **_any(
         "Mamba",
         "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend mamba_ssu_algorithm "
@@ -424,10 +424,11 @@ def engine_options(arguments: dict[str, Any]) -> dict[str, Any]:
     for name in NONE_IS_DEFAULT:
         if options.get(name, ...) is None:
             del options[name]
-    if options.get("load_format") in FILE_FORMATS:
+    if isinstance(form := options.get("load_format"), str) and form in FILE_FORMATS:
         del options["load_format"]
     sizes = [options.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size")]
-    if options.get("distributed_executor_backend") == "uni" and sizes == [1, 1]:
+    backend = options.get("distributed_executor_backend")
+    if isinstance(backend, str) and backend == "uni" and sizes == [1, 1]:
         del options["distributed_executor_backend"]
     return options
 

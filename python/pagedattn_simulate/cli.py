@@ -161,7 +161,7 @@ def check_load(args: argparse.Namespace) -> None:
         check_float("rate", rate, 0, but=0)
         if (num_requests := rate * args.duration) > MAX_REQUESTS:
             expected = f"at most {MAX_REQUESTS} requests in {args.duration:g} seconds"
-            raise ArgumentError("rate", expected, f"{rate:g} a second, {num_requests:.0f} requests")
+            raise ArgumentError("rate", expected, f"{rate:g} a second, {num_requests:.9g} requests")
     if args.max_latency is not None:
         check_float("max_latency", args.max_latency, 0, but=0)
     if args.price is not None:

@@ -96,12 +96,6 @@ def call_as(
 def _in_terms_of(function: Callable[..., Any], names: Mapping[str, str], message: str) -> str:
     """An error of an op, "op: argument: text", as one of the function. In the text names with an underscore are
     replaced alone, because other names are words as well."""
-    wrong_type = re.search(
-        r"Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'", message
-    )
-    if wrong_type:  # torch's own words
-        expected, argument, got = wrong_type.groups()
-        return f"{function.__qualname__}: {names.get(argument, argument)}: expected {expected}, got {got}"
     parts = re.fullmatch(r"[\w.]+: (\w+): (.*)", message, re.DOTALL)
     if not parts:
         return message

@@ -128,6 +128,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.own_bytes: dict[int, int] = {}  # of memory that the captured function has allocated, by address
         self._kept: dict[int, UntypedStorage] = {}  # by address
         self._graph = _C.CpuGraph()
+        self._is_ended = False
 
     def __enter__(self) -> "_Capture":
         if self.state is not _State.NEW:
@@ -139,6 +140,8 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        if self._is_ended:  # by a reset of the graph within the context
+            return
         self._graph.end_capture()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _under_way.capture = None
@@ -151,6 +154,7 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _get_current_dispatch_mode() is self:
             _pop_mode()
             _under_way.capture = None
+            self._is_ended = True
 
     def add(self, step: Callable[[], None]) -> None:
         """A step between what was captured so far and what comes."""

@@ -52,10 +52,11 @@ def allocate_kv_cache(
         raise TypeError(f"allocate_kv_cache: dtype: expected one of {expected}, got {dtype}")
     if layout not in LAYOUTS:
         raise ValueError(f"allocate_kv_cache: layout: expected one of {', '.join(LAYOUTS)}, got {layout}")
+    device = _device(device)
     if dtype == torch.int8:
         if layout != "chunked":
             raise ValueError(f"allocate_kv_cache: layout: expected chunked for int8, got {layout}")
-        if torch.device(device).type != "cpu":
+        if device.type != "cpu":
             raise ValueError(f"allocate_kv_cache: device: expected cpu for int8, got {device}")
     x = 16 // dtype.itemsize
     name = "allocate_kv_cache"
@@ -84,7 +85,7 @@ def allocate_kv_cache(
         ]
 
     def allocate(shape: tuple[int, ...]) -> Tensor:
-        if torch.device(device).type == "cpu":
+        if device.type == "cpu":
             return empty_huge_pages(shape, dtype)
         return torch.empty(shape, dtype=dtype, device=device)
 
@@ -108,6 +109,21 @@ def padded_head_size(head_size: int, dtype: torch.dtype) -> int:
 def num_value_rows(head_size: int, dtype: torch.dtype) -> int:
     """Rows of a KV head in a block of a chunked value cache: one for each element, and an int8 cache's scales."""
     return head_size + (INT8_SCALE_ROWS if dtype == torch.int8 else 0)
+
+
+def _device(device: object) -> torch.device:
+    """The device. Raises TypeError for what is no device, name or number, ValueError for one that is none here."""
+    if not isinstance(device, (str, int, torch.device)):
+        raise TypeError(
+            f"allocate_kv_cache: device: expected a torch.device, its name or its number, got {type(device).__name__}"
+        )
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"allocate_kv_cache: device: expected cpu, cuda or cuda:N, got {device!r}") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"allocate_kv_cache: device: expected cpu, as torch finds no CUDA device, got {device}")
+    return found
 
 
 def _check_size(function: str, name: str, value: object, minimum: int, maximum: int | None = None) -> None:

@@ -150,6 +150,12 @@ def test_rejects(argument, wrong, error):
         pagedattn_ext.allocate_kv_cache(**VALID | {argument: wrong})
 
 
+@pytest.mark.parametrize(("name", "error"), [("gpu", ValueError), (None, TypeError), ("cuda:999999999999", ValueError)])
+def test_rejects_what_is_no_device(name, error):
+    with pytest.raises(error, match=r"^allocate_kv_cache: device: expected .+, got .+"):
+        pagedattn_ext.allocate_kv_cache(5, 2, 64, device=name)
+
+
 # ---- more than 2^31 elements ---------------------------------------------------------------------------------------
 
 FAR_BLOCKS = [0, 2**16, 2**17 - 1, 2**17, 2**17 + 2]  # of 2^14 elements: up to and past element 2^31

@@ -3,11 +3,13 @@
 import inspect
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from itertools import combinations
 
+import numpy
 import pytest
 import torch
 from checks import assert_raises_and_writes_nothing, assert_same_bits, for_wrapper
@@ -88,7 +90,8 @@ def wrong_arguments(valid: object) -> Iterator[tuple[str, type[Exception], objec
 @pytest.mark.parametrize("call", CALLS)
 def test_the_type_of_an_error_is_marked(call):
     """Each argument in turn, in every way: the raw op's error ends with its type, and what wrappers call raises this
-    type without the mark. For an argument of another type the error is torch's own, without a mark."""
+    type without the mark. For an argument of another type the raw op's error is torch's own, and the wrapper's is one
+    line in the words of the ops."""
     name, kinds, arguments = op_of(call), set(), make_arguments(call)
     for argument, valid in arguments.items():
         for kind, error, wrong in wrong_arguments(valid):
@@ -102,8 +105,10 @@ def test_the_type_of_an_error_is_marked(call):
             with pytest.raises((TypeError, ValueError)) as of_the_wrapper:
                 call_op(name, **make_arguments(call) | {argument: wrong})
             assert type(of_the_wrapper.value) is error, (argument, wrong)
-            mark = "" if kind == "type" else f" ({error.__name__})"
-            assert f"{of_the_wrapper.value}{mark}" == of_the_op
+            if kind == "type":
+                assert re.match(rf"{name}: {argument}: expected [^\n]*, got [^\n]*$", str(of_the_wrapper.value))
+            else:
+                assert f"{of_the_wrapper.value} ({error.__name__})" == of_the_op
             assert "(TypeError)" not in str(of_the_wrapper.value) and "(ValueError)" not in str(of_the_wrapper.value)
     has_values = any(isinstance(valid, (int, float, str)) for valid in arguments.values())
     assert kinds >= {"type", "dtype", "shape", "strides"} | ({"value"} if has_values else set())
@@ -121,7 +126,58 @@ def test_the_mark_is_last_where_torch_shows_stacks():
     shape, dtype, no_tensor = done.stdout.splitlines()
     assert shape == "ValueError('rms_norm: weight: expected shape [5], got [3]')"
     assert dtype == "TypeError('rms_norm: weight: expected dtype float32, got float16')"
-    assert no_tensor.startswith('TypeError("pagedattn_ext::rms_norm() Expected a value of type')
+    assert no_tensor == "TypeError('rms_norm: weight: expected a torch.Tensor, got str')"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda a: ops.copy_blocks([a], ["x"], a),
+            "copy_blocks: value_caches: expected a list of tensors, got a list of",
+        ),
+        (
+            lambda a: ops.rotary_embedding(a, a, 5, 8, a),
+            "rotary_embedding: key: expected a torch.Tensor or None, got int",
+        ),
+        (lambda a: ops.rms_norm(a, a, "x"), "rms_norm: epsilon: expected a number, got str"),
+        (
+            lambda a: ops.linear_packed(a, a, 2**70),
+            "linear_packed: out_features: expected an int of 64 bits, got a larger",
+        ),
+        (
+            lambda a: ops.linear_int4(a, a, 32, 8, None, 3),
+            "linear_int4: scale_dtype: expected a torch.dtype or None, got",
+        ),
+        (lambda a: ops.rms_norm(a, a[0].to_sparse()), "rms_norm: weight: expected a strided tensor, got one of layout"),
+    ],
+)
+def test_what_torch_refuses_is_said_in_our_words(call, message):
+    """Torch's own words are a dozen lines, with the whole value."""
+    with pytest.raises((TypeError, ValueError), match=f"^{message}[^\n]*$"):
+        call(torch.ones(2, 8))
+
+
+def numbers() -> list[tuple[str, str, str]]:
+    """Each argument of a wrapper that is a number, and whether an int."""
+    return [
+        (name, argument.name, str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
+        for name in SCHEMA_OF
+        for argument in getattr(OPS, name).default._schema.arguments
+        if str(argument.real_type).removeprefix("Optional[").removesuffix("]") in ("int", "float")
+        and argument.name in inspect.signature(getattr(ops, name)).parameters
+        and argument.name != "group"
+    ]
+
+
+@pytest.mark.parametrize(("name", "argument", "kind"), numbers())
+def test_no_number_becomes_another(name, argument, kind):
+    """Torch takes a bool as 1, and in place of an int cuts off the fraction of numpy's numbers and of tensors."""
+    valid = for_wrapper(name, make_arguments(name))
+    wrong = [True, torch.tensor(True)] + ([numpy.float32(1.5), torch.tensor(1.5)] if kind == "int" else [])
+    for value in wrong:
+        with pytest.raises(TypeError, match=f"^{name}: {argument}: expected "):
+            getattr(ops, name)(**valid | {argument: value})
 
 
 @pytest.mark.parametrize("name", ATTENTION)

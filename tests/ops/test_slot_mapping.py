@@ -9,6 +9,8 @@ from checks import assert_rejected
 from op_table import OPS
 from torch import Tensor
 
+from pagedattn_ext import ops
+
 BLOCK_SIZE, NUM_BLOCKS = 3, 20
 DTYPES = [torch.int32, torch.int64]
 
@@ -136,3 +138,9 @@ def test_what_does_not_fit_together(device, op, arguments, changes, named):
         for name, value in (arguments | changes).items()
     }
     assert_rejected(op, tensors, named, ValueError)
+
+
+def test_a_result_that_does_not_fit_in_memory():
+    """Torch's error has lost its reason by then, and names a header."""
+    with pytest.raises(MemoryError, match=r"^batch_positions: torch cannot allocate the memory for a result$"):
+        ops.batch_positions(None, torch.zeros(1, dtype=torch.int64), 2**62)

@@ -111,6 +111,8 @@ class AsyncLLMEngine:
         self._core: Core
         if isinstance(engine, ProcessCore | Replicas):
             self._core, self.texts = engine, load_texts(engine)
+        elif not hasattr(engine, "inputs"):  # its class would import torch
+            raise ArgumentTypeError("engine", "an LLMEngine", type(engine).__name__)
         else:
             self._core, self.texts = ThreadCore(engine), engine.inputs.texts
         self.facts = self._core.facts
@@ -155,6 +157,8 @@ class AsyncLLMEngine:
         process dies later, all unfinished requests raise EngineDeadError, which says how it died.
         """
         refuse(of_vllm, ASYNC_ENGINE_ARGUMENTS, "from_engine_args")
+        if not isinstance(engine_args, EngineArgs):
+            raise ArgumentTypeError("engine_args", "EngineArgs", type(engine_args).__name__)
         check_int("max_waiting", max_waiting, 1)  # before the process is started
         check_int("data_parallel_size", data_parallel_size, 1)
         if data_parallel_size == 1:
@@ -285,15 +289,23 @@ class AsyncLLMEngine:
     ) -> AsyncGenerator[EmbeddingRequestOutput, None]:
         """The embedding of a prompt, as the one output. Arguments and errors are those of `generate`. Raises
         RuntimeError for a request that was aborted or could not go on."""
-        async for output in self.generate(
-            prompt, pooling_params or PoolingParams(), request_id, priority, cache_salt, lambda: False, **of_vllm
-        ):
+        params = PoolingParams() if pooling_params is None else pooling_params
+        if not isinstance(params, PoolingParams):
+            raise ArgumentTypeError("pooling_params", "PoolingParams", type(params).__name__)
+        async for output in self.generate(prompt, params, request_id, priority, cache_salt, lambda: False, **of_vllm):
             if output.embedding is None:
                 raise RuntimeError(output.error or "the request was aborted")
             yield embedding_output(output)
 
-    async def abort(self, request_id: str) -> None:
-        """End a request: its last output has finish_reason "abort". Nothing happens if it is unknown or finished."""
+    async def abort(self, request_id: str | list[str] | tuple[str, ...] | set[str]) -> None:
+        """End a request, or each of several: its last output has finish_reason "abort". Nothing happens if a request is
+        unknown or finished."""
+        if isinstance(request_id, list | tuple | set):
+            for each in request_id:
+                await self.abort(each)
+            return
+        if not isinstance(request_id, str):
+            raise ArgumentTypeError("request_id", "a string or a list of strings", type(request_id).__name__)
         key = self._key_of.get(request_id)
         if key is not None and self._is_running:
             self._streams[key].is_aborted = True

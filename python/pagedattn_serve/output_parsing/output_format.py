@@ -164,7 +164,7 @@ def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
         ("tool_call_parser", tool_parser, TOOL_PARSERS),
         ("reasoning_parser", reasoning_parser, REASONING_PARSERS),
     ):
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise ArgumentError(argument, f"one of {', '.join(names)}", shown(name))
     others = {tool_parser, reasoning_parser} - {GPT_OSS, AUTO, NONE}
     if others and GPT_OSS in (tool_parser, reasoning_parser):

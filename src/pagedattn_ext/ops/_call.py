@@ -1,8 +1,10 @@
 """What the functions of all families share: the call of a raw op, with its checks and its errors."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -15,6 +17,29 @@ MAYBE_ON_CPU = ("k_scale", "v_scale", "block_mapping")  # wherever the other ten
 
 NAMESPACE = _C.op_namespace
 overloads: dict[str, Any] = {}  # each op has one overload; torch would look for op and overload at every call
+# Torch's names of types in a schema, in words.
+_KINDS = {
+    "Tensor": "a torch.Tensor",
+    "List[Tensor]": "a list of tensors",
+    "int": "an int",
+    "float": "a number",
+    "bool": "a bool",
+    "str": "a str",
+}
+
+
+class _Number(NamedTuple):
+    """An argument of an op that is a number, or a dtype, which torch reads as one. kind: its type in the schema. plain:
+    the type of values that need no further look."""
+
+    place: int
+    name: str
+    kind: str
+    plain: type
+
+
+_numbers: dict[str, tuple[_Number, ...]] = {}  # of each op
+_PLAIN = {"int": int, "float": float, "ScalarType": torch.dtype}
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -25,10 +50,17 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         and (_any_requires_grad(args) or (kwargs and _any_requires_grad(kwargs.values())))  # kwargs are rare
     ):
         _refuse_derivatives(name, args, kwargs)
+    num_args = len(args)
+    for place, argument, kind, plain in _numbers[name]:
+        value = args[place] if place < num_args else kwargs.get(argument)
+        if value is not None and type(value) is not plain:
+            _check_number(name, argument, kind, value)
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
         raise_as_marked(error)
+        if re.match(r'torch_call_dispatcher\( "aten::(new_)?empty"', str(error)):  # torch's reason is lost on the way
+            raise MemoryError(f"{name}: torch cannot allocate the memory for a result") from None
         if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in str(error):
             _name_other_device(name, args, kwargs)  # torch's error does not say which argument differs
         raise
@@ -41,14 +73,25 @@ def given(optional: dict[str, Any]) -> dict[str, Any]:
 
 def raise_as_marked(error: RuntimeError) -> None:
     """Raise a raw op's error as the type that its mark names, without the mark (csrc/marked_errors.h). Torch's own
-    error for an argument that a schema does not take is a TypeError. Any other error is left to the caller."""
+    error for an argument that a schema does not take becomes one in the words of the ops: a TypeError, or a ValueError
+    for an int of more than 64 bits. Any other error is left to the caller."""
     message = str(error)
     for marked in (TypeError, ValueError, RuntimeError):
         mark = f" ({marked.__name__})"
         if message.endswith(mark):
             raise marked(message.removesuffix(mark)) from None
-    if message.startswith(f"{NAMESPACE}::") and "Expected a value of type" in message:
-        raise TypeError(message) from None
+    wrong_type = re.match(
+        rf"{NAMESPACE}::(\w+)\(\) Expected a value of type '(.+?)' for argument '(\w+)' but instead found type '(.+?)'",
+        message,
+    )
+    if wrong_type:
+        op, expected, argument, got = wrong_type.groups()
+        kind = expected.removeprefix("Optional[").removesuffix("]") if expected.startswith("Optional") else expected
+        if kind == got == "int":
+            raise ValueError(f"{op}: {argument}: expected an int of 64 bits, got a larger one") from None
+        got = f"a {got} of something else" if kind == "List[Tensor]" and got in ("list", "tuple") else got
+        or_none = "" if kind == expected else " or None"
+        raise TypeError(f"{op}: {argument}: expected {_KINDS.get(kind, kind)}{or_none}, got {got}") from None
 
 
 def call_on_cpu(name: str, *args: Any) -> Any:
@@ -79,8 +122,9 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def _name_other_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises ValueError if the tensors are on several devices. The first input says which device is expected. Outputs,
-    which a wrapper may have allocated, are compared after the inputs; tensors that may be on the CPU come last."""
+    """Raises ValueError if the tensors are on several devices, or if one is not strided. The first input says which
+    device is expected. Outputs, which a wrapper may have allocated, are compared after the inputs; tensors that may be
+    on the CPU come last."""
 
     def rank(item: tuple[Any, Tensor]) -> tuple[bool, bool]:
         return item[0].name in MAYBE_ON_CPU, item[0].is_write
@@ -90,6 +134,9 @@ def _name_other_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     ]
     tensors.sort(key=rank)
     for argument, tensor in tensors:
+        if tensor.layout != torch.strided:
+            message = f"{name}: {argument.name}: expected a strided tensor, got one of layout {tensor.layout}"
+            raise ValueError(message) from None
         expected = tensors[0][1].device
         if tensor.device != expected and not (argument.name in MAYBE_ON_CPU and tensor.is_cpu):
             message = f"{name}: {argument.name}: expected a tensor on {expected}, got one on {tensor.device}"
@@ -161,14 +208,34 @@ def refuse_bools(op: str, **numbers: object) -> None:
             raise TypeError(f"{op}: {name}: expected numbers, got a tensor of bools")
 
 
+def _check_number(op: str, name: str, kind: str, value: Any) -> None:
+    """Raise TypeError for what torch would take as another number than it is: a bool as 1, and for an int a number with
+    a fraction, of numpy or in a tensor, without its fraction."""
+    if kind == "ScalarType":
+        raise TypeError(f"{op}: {name}: expected a torch.dtype or None, got {type(value).__name__}")
+    if kind == "float":
+        refuse_bools(op, **{name: value})
+    elif isinstance(value, Tensor):
+        _check_int_dtype(op, name, value)
+    else:
+        to_int(op, name, value)
+
+
+def _check_int_dtype(op: str, name: str, value: Tensor) -> None:
+    if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+        raise TypeError(f"{op}: {name}: expected an int, got a tensor of {str(value.dtype).removeprefix('torch.')}")
+
+
 def to_int(op: str, name: str, value: Any) -> int:
-    """For functions that compute with an argument. Takes what torch would take as an int, and nothing else."""
-    if isinstance(value, (int, torch.SymInt)):
+    """For functions that compute with an argument. Takes what torch would take as an int, but no bool."""
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
         return value  # type: ignore[return-value]
-    try:
-        return index(value)
-    except TypeError:
-        raise TypeError(f"{op}: {name}: expected an int, got {type(value).__name__}") from None
+    if isinstance(value, Tensor):
+        _check_int_dtype(op, name, value)
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        with suppress(TypeError):  # as of an array
+            return index(value)
+    raise TypeError(f"{op}: {name}: expected an int, got {type(value).__name__}")
 
 
 def _kernel_for_negated(name: str, op: Any) -> Callable[..., Any]:
@@ -198,4 +265,10 @@ def add_ops(names: list[str]) -> None:
     """The raw ops that `call` calls. They get `_kernel_for_negated`."""
     for name in names:
         overloads[name] = op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        kinds = [str(each.real_type).removeprefix("Optional[").removesuffix("]") for each in op._schema.arguments]
+        _numbers[name] = tuple(
+            _Number(place, each.name, kind, _PLAIN[kind])
+            for place, (each, kind) in enumerate(zip(op._schema.arguments, kinds, strict=True))
+            if kind in _PLAIN
+        )
         _library.impl(name, _kernel_for_negated(name, op), "Negative")  # type: ignore[no-untyped-call]

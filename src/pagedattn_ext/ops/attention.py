@@ -15,7 +15,6 @@ from ._call import (
     check_rank,
     check_tensors,
     given,
-    refuse_bools,
     to_int,
 )
 
@@ -132,7 +131,6 @@ def _decode_arguments(
     check_tensors(op, query=query, key_cache=key_cache, value_cache=value_cache, block_tables=block_tables)
     check_rank(op, "query", query, 3)
     check_rank(op, "block_tables", block_tables, 2)
-    refuse_bools(op, scale=scale)
     if scale is None:
         scale = _default_scale(query)
     num_kv_heads, block_size = _kv_heads_and_block_size(key_cache, value_cache)
@@ -218,7 +216,6 @@ def paged_attention(
         of a row's logits.
     """
     op = "paged_attention"
-    refuse_bools(op, scale=scale, softcap=softcap)
     check_bool(op, "causal", causal)
     if scale is None:
         check_tensors(op, query=query)
@@ -292,7 +289,6 @@ def append_and_attend(
         out, like query, and lse, fp32, without the last dimension.
     """
     op = "append_and_attend"
-    refuse_bools(op, scale=scale, softcap=softcap)
     check_bool(op, "causal", causal)
     check_bool(op, "rotary_is_neox", rotary_is_neox)
     if scale is None:
@@ -348,7 +344,6 @@ def varlen_attention(
         check_rank("varlen_attention", "query", query, 3)
         scale = _default_scale(query)
     check_bool("varlen_attention", "causal", causal)
-    refuse_bools("varlen_attention", scale=scale, softcap=softcap)
     optional = {
         "max_seq_len": max_seq_len, "alibi_slopes": alibi_slopes, "sliding_window": sliding_window, "sinks": sinks,
         "right_window": right_window,
@@ -411,7 +406,6 @@ def mla_attention(
         out [num_tokens, num_heads, latent_size] and lse, fp32 [num_tokens, num_heads].
     """
     check_bool("mla_attention", "causal", causal)
-    refuse_bools("mla_attention", scale=scale)
     return call(
         "mla_attention", q_nope, q_pe, kv_c_cache, k_pe_cache, block_tables, seq_lens,
         query_start_loc=query_start_loc, scale=scale, causal=causal,

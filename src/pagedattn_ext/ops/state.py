@@ -21,7 +21,7 @@ Nothing needs to be aligned to a chunk.
 import torch
 from torch import Tensor
 
-from ._call import call, check_bool, check_tensors, refuse_bools
+from ._call import call, check_bool, check_tensors
 
 
 def causal_conv1d(
@@ -119,7 +119,6 @@ def gated_delta_rule(
         ValueError, TypeError: as all ops do.
     """
     check_tensors("gated_delta_rule", value=value)
-    refuse_bools("gated_delta_rule", scale=scale)
     check_bool("gated_delta_rule", "use_qk_l2norm", use_qk_l2norm)
     if out is None:
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
@@ -192,7 +191,6 @@ def selective_scan(
         ValueError, TypeError: as all ops do.
     """
     check_tensors("selective_scan", input=input)
-    refuse_bools("selective_scan", dt_min=dt_min, dt_max=dt_max)
     check_bool("selective_scan", "dt_softplus", dt_softplus)
     if out is None:
         out = torch.empty_like(input, memory_format=torch.contiguous_format)

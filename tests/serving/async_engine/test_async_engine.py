@@ -86,6 +86,8 @@ def test_embeddings(engine: LLMEngine) -> None:
             assert (output.request_id, output.outputs.embedding) == ("b", expected.embedding)
             with pytest.raises(ValueError, match="dimensions: expected an int in"):
                 await anext(serving.encode("the cat", PoolingParams(dimensions=4000)))
+            with pytest.raises(TypeError, match="pooling_params: expected PoolingParams, got SamplingParams"):
+                await anext(serving.encode("the cat", greedy(2)))  # type: ignore[arg-type]
             assert [each.outputs.hidden_size async for each in serving.encode("the cat")] == [48]
 
     play(main())
@@ -270,6 +272,14 @@ def test_max_waiting_is_checked(engine: LLMEngine, max_waiting: Any) -> None:
         AsyncLLMEngine(engine, max_waiting=max_waiting)
 
 
+def test_what_is_no_engine() -> None:
+    with pytest.raises(TypeError, match=r"^engine: expected an LLMEngine, got str$"):
+        AsyncLLMEngine("a model")  # type: ignore[arg-type]
+    for make in (AsyncLLMEngine.from_engine_args, LLMEngine.from_engine_args):
+        with pytest.raises(TypeError, match=r"^engine_args: expected EngineArgs, got str$"):
+            make("a model")  # type: ignore[arg-type]
+
+
 def test_a_long_prompt_holds_up_neither_the_event_loop_nor_the_steps(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,9 +426,11 @@ def test_abort(engine: LLMEngine) -> None:
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
             await serving.abort("unknown")
+            with pytest.raises(TypeError, match="request_id: expected a string or a list of strings, got int"):
+                await serving.abort(5)  # type: ignore[arg-type]
             stream = serving.generate("the", greedy(60), request_id="x")
             await anext(stream)
-            await serving.abort("x")
+            await serving.abort(["unknown", "x"])
             assert serving.num_unfinished == 0 and serving.stats().num_used_blocks == 0
             last = [output async for output in stream][-1]
             assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")

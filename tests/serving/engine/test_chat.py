@@ -104,6 +104,34 @@ def test_wrong_conversations(llm: LLM, messages: Any, error: type[Exception], me
     assert not llm.llm_engine.has_unfinished_requests()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sampling_params": {"max_tokens": 5}}, "prompt 1 of 1: sampling_params: expected SamplingParams, got dict"),
+        ({"thinking_token_budget": "5"}, "thinking_token_budget: expected an int, got '5' of type str"),
+        ({"thinking_token_budget": True}, "thinking_token_budget: expected an int, got True of type bool"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget: expected an int >= 0, got -1"),
+        (
+            {"tool_call_parser": "hermess"},
+            "tool_call_parser: expected one of auto, none, hermes, ",
+        ),  # without tools, too
+    ],
+)
+def test_wrong_arguments(llm: LLM, arguments: dict[str, Any], message: str) -> None:
+    """With a budget, which looks at the parameters before the engine does."""
+    with pytest.raises((TypeError, ValueError)) as caught:
+        llm.chat(FIRST, **{"thinking_token_budget": 5, "reasoning_parser": "qwen3"} | arguments)
+    assert str(caught.value).startswith(message)
+
+
+def test_what_is_no_output_of_chat(llm: LLM) -> None:
+    outputs = llm.chat(FIRST, GREEDY, use_tqdm=False)
+    with pytest.raises(TypeError, match=r"^output: expected a RequestOutput, .* got list$"):
+        llm.parse_chat(outputs)  # type: ignore[arg-type]  # all of them, and not one
+    with pytest.raises(TypeError, match=r"^continued: expected a string, got NoneType$"):
+        llm.parse_chat(outputs[0], continued=None)  # type: ignore[arg-type]
+
+
 def test_no_tokenizer_and_no_template(llama: Checkpoint, text_model: str) -> None:
     with pytest.raises(ValueError, match=r"^messages: expected none, as the model's directory has no tokenizer$"):
         LLM(llama.path, num_blocks=40).chat(FIRST)

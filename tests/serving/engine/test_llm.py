@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import Checkpoint, completions, token_ids
 
-from pagedattn_serve import LLM, LLMEngine, SamplingParams
+from pagedattn_serve import LLM, LLMEngine, PoolingParams, SamplingParams
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.execution.sampler import SamplerOutput
 
@@ -152,6 +152,7 @@ def test_progress_is_shown_if_asked_for(text_llm: LLM, capfd: pytest.CaptureFixt
         (dict(prompts=["a"], sampling_params=0.5), TypeError, "^prompt 1 of 1: sampling_params: .*float"),
         (dict(prompts="a", sampling_params=[]), ValueError, "sampling_params: .* 1 prompts, got 0"),
         (dict(prompts=["a", "b"], sampling_params=[GREEDY, {}]), TypeError, "^prompt 2 of 2: sampling_params: .*dict"),
+        (dict(prompts="a", sampling_params=PoolingParams()), TypeError, "^prompt 1 of 1: .* SamplingParams, got Pool"),
         (dict(prompts=b"a"), TypeError, "^prompts: expected a string or a list of strings, got bytes"),
         (dict(prompts=5), TypeError, "^prompts: .*got int"),
         (dict(prompts={"a": 1}), ValueError, "^prompt 1 of 1: expected a dict with prompt, .*got a$"),
@@ -193,6 +194,13 @@ def test_an_error_comes_before_anything_runs(
     expect_empty(text_llm)
     [output] = text_llm.generate("the", GREEDY, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 10
+
+
+@pytest.mark.parametrize("params", [0, "", False, np.array([1, 2]), GREEDY])
+def test_params_of_an_embedding_of_a_wrong_type(text_llm: LLM, params: Any) -> None:
+    """Those that are False, too: they are no default."""
+    with pytest.raises(TypeError, match=r"^prompt 1 of 1: pooling_params: expected PoolingParams, got "):
+        text_llm.embed("the", params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

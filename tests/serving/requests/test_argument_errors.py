@@ -1,12 +1,15 @@
 """Errors about arguments: their fields, the message that the fields make, and what re-raising keeps."""
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pagedattn_serve import ArgumentError, ArgumentTypeError, SamplingParams
+from pagedattn_serve import ArgumentError, ArgumentTypeError, EngineArgs, SamplingParams
 from pagedattn_serve.errors import ArgumentImportError, BadArgument, with_place
+from pagedattn_serve.output_parsing.output_format import check_parsers
 
 MANY_DIGITS: Any = 10**5000  # Python writes 4,300
 
@@ -85,3 +88,29 @@ def test_an_int_that_python_does_not_write(name: str) -> None:
 def test_such_an_int_where_something_else_is_expected(params: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
         SamplingParams(**params)
+
+
+def test_a_long_value_is_cut() -> None:
+    """A message of 100,000 characters would bury what was expected, and fill a log."""
+    message = r"^max_tokens: expected an int, got 'xx+\.\.\. \(100,002 characters\) of type str$"
+    with pytest.raises(TypeError, match=message) as caught:
+        SamplingParams(max_tokens="x" * 100_000)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 1100
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: SamplingParams(early_stopping=value),
+        lambda value: EngineArgs("m", load_format=value),
+        lambda value: EngineArgs("m", scheduling_policy=value),
+        lambda value: EngineArgs("m", kv_cache_dtype=value),
+        lambda value: EngineArgs("m", quantization=value),
+        lambda value: EngineArgs("m", speculation=value),
+        lambda value: check_parsers(value, "auto"),
+    ],
+)
+def test_an_array_where_a_word_is_expected(make: Callable[[Any], object]) -> None:
+    """numpy compares an array with a text element by element, and the answer is neither true nor false."""
+    with pytest.raises(BadArgument, match=r": expected .*, got "):
+        make(np.array(["a", "b"]))
