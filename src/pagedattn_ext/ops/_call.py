@@ -62,7 +62,7 @@ def call(name: str, *args: Any, **kwargs: Any) -> Any:
         if re.match(r'torch_call_dispatcher\( "aten::(new_)?empty"', str(error)):  # torch's reason is lost on the way
             raise MemoryError(f"{name}: torch cannot allocate the memory for a result") from None
         if isinstance(error, NotImplementedError) or SEVERAL_DEVICES in str(error):
-            _name_other_device(name, args, kwargs)  # torch's error does not say which argument differs
+            _name_other_device_or_layout(name, args, kwargs)  # torch's error does not say which argument differs
         raise
 
 
@@ -121,7 +121,7 @@ def tensors_in(value: object) -> list[Tensor]:
     return [tensor for element in values for tensor in tensors_in(element)]
 
 
-def _name_other_device(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _name_other_device_or_layout(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises ValueError if the tensors are on several devices, or if one is not strided. The first input says which
     device is expected. Outputs, which a wrapper may have allocated, are compared after the inputs; tensors that may be
     on the CPU come last."""
