@@ -58,6 +58,8 @@ def allocate_kv_cache(
             raise ValueError(f"allocate_kv_cache: layout: expected chunked for int8, got {layout}")
         if device.type != "cpu":
             raise ValueError(f"allocate_kv_cache: device: expected cpu for int8, got {device}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"allocate_kv_cache: device: expected cpu, as torch finds no CUDA device, got {device}")
     x = 16 // dtype.itemsize
     name = "allocate_kv_cache"
     _check_size(name, "num_blocks", num_blocks, 0)
@@ -112,18 +114,14 @@ def num_value_rows(head_size: int, dtype: torch.dtype) -> int:
 
 
 def _device(device: object) -> torch.device:
-    """The device. Raises TypeError for what is no device, name or number, ValueError for one that is none here."""
     if not isinstance(device, (str, int, torch.device)):
         raise TypeError(
             f"allocate_kv_cache: device: expected a torch.device, its name or its number, got {type(device).__name__}"
         )
     try:
-        found = torch.device(device)
+        return torch.device(device)
     except RuntimeError:
         raise ValueError(f"allocate_kv_cache: device: expected cpu, cuda or cuda:N, got {device!r}") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"allocate_kv_cache: device: expected cpu, as torch finds no CUDA device, got {device}")
-    return found
 
 
 def _check_size(function: str, name: str, value: object, minimum: int, maximum: int | None = None) -> None:
