@@ -485,7 +485,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"q": torch.ones(2, 3, HEADS, HEAD_SIZE)}, "k: expected 2 sequences, as q has, got 1"),
     ({"out": torch.ones(1, 3, 1, HEAD_SIZE).expand(1, 3, HEADS, HEAD_SIZE)}, "out: expected memory for each element"),
     ({"window_size": 5}, r"window_size: expected \(left, right\), got 5"),
-    ({"softcap": -1.0}, "softcap: expected 0 or a positive number"),
+    ({"softcap": -1.0}, "softcap: expected 0 or a positive normal number"),
     ({"window_size": (2, 2**40), "out": torch.ones(1, 1, HEADS, HEAD_SIZE)}, r"out: expected shape \[1, 3, 4, 16\]"),
     ({"out": torch.ones(1, 3, HEADS, HEAD_SIZE).half()}, r"out: expected .*float32 on cpu, got .*float16"),
 ]
