@@ -37,7 +37,7 @@ def inductor_cases() -> Iterator[object]:
                 yield pytest.param(door, call, way, id=f"{door.__name__}-{call}-{way}", marks=marks)
 
 
-@pytest.mark.parametrize(("door", "call", "sizes_are"), inductor_cases())
+@pytest.mark.parametrize(("door", "call", "sizes_are"), [*inductor_cases()])
 def test_inductor(door, call, sizes_are):
     """The default backend, which reuses buffers. Sizes are found to change at the second call, or marked in dimension
     0, or all symbols from the start; then a new size does not compile again."""
