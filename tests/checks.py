@@ -20,19 +20,22 @@ NAN_BYTES = (0x7F, 0xFF)  # NaN in both float8 formats
 ONE_RANK = SharedMemoryGroup(SharedMemoryGroup.create(world_size=1), rank=0)
 
 # The floor below which an error is not an error. ROUNDING is a share of the element: the one rounding at the store
-# (four units in the last place for fp32, where the arithmetic is no finer than the store). NOISE is a share of the
-# largest element of the result: the noise of fp32 arithmetic. ABSOLUTE is half an fp16 subnormal; elsewhere it is next
-# to nothing, for results whose terms cancelled.
+# (four units in the last place for fp32, where the arithmetic is no finer than the store). NOISE is the noise of fp32
+# arithmetic: a share of the largest element of the result, or of its terms if the caller says how large they are.
+# ABSOLUTE is half an fp16 subnormal; elsewhere it is next to nothing, for results whose terms cancelled.
 ROUNDING = {torch.float32: 4 * 2.0**-23, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 NOISE = 2.0**-20
 ABSOLUTE = {torch.float32: 2.0**-40, torch.float16: 2.0**-25, torch.bfloat16: 2.0**-40}
 
 
-def assert_close_to_reference(actual: Tensor, reference: Tensor, eager: Tensor | None = None) -> None:
+def assert_close_to_reference(
+    actual: Tensor, reference: Tensor, eager: Tensor | None = None, size_of_terms: float = 0.0
+) -> None:
     """|actual - reference| <= 2 * max|eager - reference| + floor, in every element; NaN is never close.
 
     `eager` is what plain PyTorch computes in actual's dtype. Without it the floor alone must do, which says that the
-    result was computed in fp32 and rounded once.
+    result was computed in fp32 and rounded once. `size_of_terms` is for a result of few elements, all of which may be
+    small because their terms cancelled, and then say nothing of the noise; nor does the error of `eager`, by luck 0.
     """
     assert actual.shape == reference.shape, f"shape {tuple(actual.shape)}, expected {tuple(reference.shape)}"
     dtype, actual, reference = actual.dtype, actual.double(), reference.double()
@@ -40,7 +43,8 @@ def assert_close_to_reference(actual: Tensor, reference: Tensor, eager: Tensor |
     if not finite.any():
         assert torch.equal(actual, reference)
         return
-    allowed = ROUNDING[dtype] * reference.abs() + ABSOLUTE[dtype] + NOISE * reference[finite].abs().max()
+    size = max(reference[finite].abs().max().item(), size_of_terms)
+    allowed = ROUNDING[dtype] * reference.abs() + ABSOLUTE[dtype] + NOISE * size
     if eager is not None:
         eager_error = (eager.double() - reference)[finite].abs().max()
         assert eager_error.isfinite(), "plain PyTorch gives no finite result here: no yardstick"
