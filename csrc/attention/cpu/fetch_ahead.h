@@ -1,6 +1,7 @@
 // What the walk of an item fetches, and when; for item_walk.h.
 #pragma once
 
+#include "attention/cpu/fetch_order.h"
 #include "attention/cpu/nhd_prefetcher.h"
 #include "attention/cpu/prefetcher.h"
 #include "attention/cpu/tile.h"
@@ -28,7 +29,8 @@ class FetchAhead {
       : p_(params), rows_(rows), item_(item), next_item_(next_item) {
     const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
     const int64_t num_heads = item.head_end - item.head_begin;
-    int64_t most_heads = head_bytes < FETCH_RUN_BYTES ? FETCH_RUN_BYTES / head_bytes : 1;
+    const int64_t run_bytes = fetch_order().run_bytes;
+    int64_t most_heads = head_bytes < run_bytes ? run_bytes / head_bytes : 1;
     if constexpr (LAYOUT == CacheLayout::NHD) most_heads = nhd_heads_at_once(params, item);
     const int64_t num_parts = (num_heads + most_heads - 1) / most_heads;
     heads_at_once_ = (num_heads + num_parts - 1) / num_parts;

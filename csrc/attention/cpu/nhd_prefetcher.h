@@ -9,20 +9,8 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// So far ahead of the walk lines are fetched.
-constexpr int64_t NHD_LEAD_BYTES = 64 << 10;
-
-// Nothing is fetched of tokens that are as large: with 8 of them at a time, head by head, the hardware follows 8
-// streams in pages of their own, and reads faster than one stream in the order of memory is fetched (measured on a Zen
-// 3).
-constexpr int64_t HARDWARE_TOKEN_BYTES = VEC_SIZE == 8 ? 2 * PAGE_BYTES : INT64_MAX;
-
-// The lines of smaller tokens are asked for again, as the CPU drops some requests (prefetch_line). Of larger tokens the
-// hardware foresees the lines that follow, and asking again takes longer than it saves (measured on a Zen 3).
-constexpr int64_t FORESEEN_TOKEN_BYTES = VEC_SIZE == 8 ? 2 << 10 : 0;
-
 // Fetches some heads of a tile, as the walk reads them: token by token, the keys before the values. The first
-// NHD_LEAD_BYTES were fetched before the walk came to the tile. Beside the tile's last tokens, as much is fetched of
+// nhd_lead_bytes (fetch_order.h) were fetched before the walk came to the tile. Beside the tile's last tokens, as much is fetched of
 // what the walk comes to next. Lines are fetched in the order of memory, or of a few runs in turns.
 template <typename T>
 class Prefetcher<T, CacheLayout::NHD> {
@@ -37,9 +25,10 @@ class Prefetcher<T, CacheLayout::NHD> {
     num_pieces_ = adjacent ? 1 : num_heads;
     piece_bytes_ = adjacent ? num_heads * head_bytes : head_bytes;
     lead_ = 0;
-    asks_again_ = num_heads * head_bytes < FORESEEN_TOKEN_BYTES;
-    if (num_heads * head_bytes >= HARDWARE_TOKEN_BYTES) return;
-    const int64_t lead = NHD_LEAD_BYTES / (num_heads * head_bytes);
+    const FetchOrder order = fetch_order();
+    asks_again_ = num_heads * head_bytes < order.foreseen_token_bytes;
+    if (num_heads * head_bytes >= order.hardware_token_bytes) return;
+    const int64_t lead = order.nhd_lead_bytes / (num_heads * head_bytes);
     lead_ = static_cast<int>(lead < MOST_TOKENS ? lead + 1 : MOST_TOKENS);
     add(p, tile, head, lead_, MOST_TOKENS);
   }

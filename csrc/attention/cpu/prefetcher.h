@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "attention/cpu/fetch_order.h"
 #include "attention/cpu/key_dot.h"
 #include "attention/cpu/tile.h"
 #include "attention/paged_attention.h"
@@ -25,15 +26,6 @@ namespace {
 // then nothing that comes later can retire. Many such waits together are shorter than one wait at each page's turn.
 constexpr int64_t FETCH_BYTES = 256;
 constexpr int64_t PAGE_BYTES = 4 << 10;
-
-constexpr int MAX_RUNS = 2 * TILE_TOKENS / LOCATED_TOKENS<CacheLayout::CHUNKED>;
-
-// A part has as many heads of a block as FETCH_RUN_BYTES holds, and RUNS_IN_TURNS blocks take turns. CPUs with AVX512
-// have a second-level cache of 1 MiB or more, and all blocks of a tile take turns. In the 512 KiB of other CPUs, two
-// such parts would push each other out. Also, as measured on a Zen 3, more than four blocks in turns are slower beside
-// arithmetic.
-constexpr int64_t FETCH_RUN_BYTES = (VEC_SIZE == 16 ? 16 : 8) << 10;
-constexpr int RUNS_IN_TURNS = VEC_SIZE == 16 ? MAX_RUNS : 4;
 
 template <typename T, CacheLayout LAYOUT = CacheLayout::CHUNKED>
 class Prefetcher {
@@ -90,7 +82,7 @@ class Prefetcher {
  private:
   void take_turns_from(int run) {
     run_ = first_run_ = run;
-    end_run_ = num_runs_ - run < RUNS_IN_TURNS ? num_runs_ : run + RUNS_IN_TURNS;
+    end_run_ = num_runs_ - run < runs_in_turns_ ? num_runs_ : run + runs_in_turns_;
     offset_ = 0;
   }
 
@@ -121,6 +113,7 @@ class Prefetcher {
   };
   Run runs_[MAX_RUNS];
   Turn recent_turns_[NUM_RECENT];
+  const int runs_in_turns_ = fetch_order().runs_in_turns;
   int num_runs_ = 0;
   int first_run_ = 0;  // of the runs that take turns
   int end_run_ = 0;

@@ -119,8 +119,9 @@ class RowWalk : public ItemWalk<T, LAYOUT> {
                                    Prefetcher<T, LAYOUT>& prefetcher, const Function& function) const {
     const int64_t token_bytes = (head_end - head_begin) * p_.head_size * static_cast<int64_t>(sizeof(T));
     const int64_t rows_of_head = index_.group_size * (at.end - at.begin);
+    const int64_t bytes_at_once = fetch_order().nhd_bytes_at_once;
     int at_once = TILE_TOKENS;
-    while (at_once > VEC_SIZE && at_once * token_bytes > NHD_LEAD_BYTES / 2) at_once /= 2;
+    while (at_once > VEC_SIZE && at_once * token_bytes > bytes_at_once) at_once /= 2;
     for (int begin = at.tile.begin; begin < at.tile.end;) {
       const int next = (begin / at_once + 1) * at_once;
       const TileTokens tokens{begin, next < at.tile.end ? next : at.tile.end};
