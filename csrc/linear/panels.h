@@ -60,15 +60,19 @@ PAGEDATTN_INLINE bool skips_second_level() {
 }
 
 // Fetches ahead for a loop that reads PANELS panels side by side, as the hardware fetches ahead only within a page of 4
-// KiB. BYTES are under way, of all panels together; more where the second level is not skipped. At the end of the
-// panels, the first bytes of the next panels are fetched. With NEAR_BYTES, lines that are so far ahead in each panel
-// move on from the second-level cache into the first.
+// KiB. BYTES are under way, of all panels together; more where the second level is not skipped, and on a Zen 5, which
+// is asked for each line three times. At the end of the panels, the first bytes of the next panels are fetched. With
+// NEAR_BYTES, lines that are so far ahead in each panel move on from the second-level cache into the first.
 template <int PANELS, int BYTES, int NEAR_BYTES = 0>
 class FetchAhead {
  public:
   PAGEDATTN_INLINE FetchAhead(const void* panels, int64_t panel_bytes)
       : skips_second_level_(skips_second_level()),
-        bytes_ahead_((VEC_BYTES < 64 && !skips_second_level_ ? BYTES_IN_SECOND_LEVEL : BYTES) / PANELS),
+        asks_again_(VEC_BYTES == 64 && IS_ZEN_5),
+        bytes_ahead_((asks_again_                              ? BYTES_ON_ZEN_5
+                      : VEC_BYTES < 64 && !skips_second_level_ ? BYTES_IN_SECOND_LEVEL
+                                                               : BYTES) /
+                     PANELS),
         panel_bytes_(panel_bytes),
         end_(static_cast<const char*>(panels) + panel_bytes) {}
 
@@ -82,6 +86,10 @@ class FetchAhead {
         prefetch_into_first_level(ahead + i * panel_bytes_);
       } else {
         prefetch_line(ahead + i * panel_bytes_);
+        if (asks_again_) {
+          prefetch_line(ahead + i * panel_bytes_ - AGAIN_BYTES);
+          prefetch_line(ahead + i * panel_bytes_ - 2 * AGAIN_BYTES);
+        }
       }
       if constexpr (NEAR_BYTES > 0) {
         __builtin_prefetch(static_cast<const char*>(address) + NEAR_BYTES + i * panel_bytes_);
@@ -91,7 +99,10 @@ class FetchAhead {
 
  private:
   static constexpr int64_t BYTES_IN_SECOND_LEVEL = 6144;
+  static constexpr int64_t BYTES_ON_ZEN_5 = 24 << 10;  // of the 48 KiB of the first level
+  static constexpr int64_t AGAIN_BYTES = 128;
   bool skips_second_level_;
+  bool asks_again_;
   int64_t bytes_ahead_;
   int64_t panel_bytes_;
   const char* end_;
