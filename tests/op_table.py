@@ -72,6 +72,12 @@ def simt_uses() -> dict[str, int]:
     return {name: getattr(uses, name) for name, _ in SimtUses._fields_}
 
 
+def rounds_probabilities(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention with queries of this dtype may round the probabilities to it, as torch's SDPA does."""
+    on_pairs = dtype == torch.bfloat16 and _C.cpu_capability() == "avx512_bf16"
+    return on_pairs or runs_cuda_kernels(device)
+
+
 def runs_cuda_kernels(device: torch.device) -> bool:
     """On a GPU or the simt device, whose results may differ from the CPU's in the last bits."""
     return device.type == "cuda" or OPS.namespace == "pagedattn_simt"

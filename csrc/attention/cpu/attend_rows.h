@@ -20,10 +20,12 @@ void attend_rows(const HeadTile<T, LAYOUT>& h, const Row* rows) {
   compute_logits<typename Arithmetic::Dot, NUM_ROWS>(h, visible, rows, logits);
   update_softmax<NUM_ROWS>(h.params, h.tile, rows, logits);
   if constexpr (LAYOUT == CacheLayout::NHD) {
+    using Values = typename Arithmetic::NhdValues;
     alignas(64) float sums[NUM_ROWS * MAX_HEAD_SIZE];
     const int64_t stride = nhd_sums_stride(h.params.head_size);
-    accumulate_nhd_values<NUM_ROWS>(h, visible, logits, sums, stride);
-    for (int r = 0; r < NUM_ROWS; ++r) add_nhd_sums<T>(h.params.head_size, sums + r * stride, rows[r].values);
+    for (TileLogits& weights : logits) Values::round_weights(weights);
+    accumulate_nhd_values<Values, NUM_ROWS>(h, visible, logits, sums, stride);
+    for (int r = 0; r < NUM_ROWS; ++r) add_nhd_sums<Values>(h.params.head_size, sums + r * stride, rows[r].values);
   } else {
     using Strip = typename Arithmetic::Strip;
     dispatch_strip_elements<Strip>(
@@ -38,12 +40,14 @@ struct RowArithmetic;
 template <typename T>
 struct RowArithmetic<Arithmetic::FLOATS, T> {
   static constexpr bool MANY_ROWS = true;  // many_rows.h takes many rows together
+  static constexpr bool IN_PAIRS = false;
 #if defined(__AVX2__) && !defined(__AVX512F__)
   using Dot = std::conditional_t<sizeof(T) == 1, Float8KeyDot<T>, KeyDot<T>>;
 #else
   using Dot = KeyDot<T>;
 #endif
   using Strip = ValueStrip<T>;
+  using NhdValues = NhdFloats<T>;
 };
 
 template <>
@@ -54,12 +58,18 @@ struct RowArithmetic<Arithmetic::INT8, int8> {
 };
 
 #if defined(PAGEDATTN_BFLOAT16_DOTS)
-// The weights are rounded to bfloat16 only where the cache is in 8 bits.
 template <typename T>
 struct RowArithmetic<Arithmetic::PAIRS, T> {
-  static constexpr bool MANY_ROWS = false;
+  static constexpr bool MANY_ROWS = HAS_PAIR_STRIPS;
+  static constexpr bool IN_PAIRS = true;
   using Dot = PairDot<T>;
-  using Strip = std::conditional_t<sizeof(T) == 1, PairStrip<T>, ValueStrip<T>>;
+#if defined(__AVX512BF16__)
+  using Strip = PairStrip<T>;
+  using NhdValues = std::conditional_t<sizeof(T) == 1, NhdFloats<T>, NhdTokenPairs>;
+#else
+  using Strip = ValueStrip<T>;
+  using NhdValues = NhdFloats<T>;
+#endif
 };
 #endif
 

@@ -106,6 +106,7 @@ struct KeyDot {
   static constexpr bool IN_HALVES = sizeof(CacheT) == 1 && VEC_SIZE == 8;
   static constexpr int RUN = IN_HALVES ? 8 : IN_ORDER && CHUNK_ELEMENTS <= VEC_SIZE ? CHUNK_ELEMENTS : 4;
   static constexpr int SUMS = RUN / 4;
+  static constexpr int COPIES = 1;  // of a query row
 
   struct Keys {
     Vec part[PARTS];
@@ -188,6 +189,7 @@ template <typename CacheT>
 struct PairDot {
   static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
   static constexpr int PARTS = CHUNK_ELEMENTS / 8;
+  static constexpr int RUN = 8;
   static constexpr int SUMS = 1;
 
   // Rows for 8-bit keys hold every 8 elements as often as a vector needs them. A load that repeats elements is a

@@ -1,8 +1,9 @@
 // Attends to a tile of tokens with many query rows that share one KV head; for row_walk.h.
 //
 // attend_rows.h loads and converts keys and values anew for every few rows. Here some columns at a time are converted
-// once for all rows. Columns are the keys of VEC_SIZE tokens, or VEC_SIZE elements of the values. What is left is a
-// product of matrices, in which columns are multiplied with the rows while the columns are in the first-level cache.
+// once for all rows, to floats or to pairs of bfloat16. Columns are the keys of VEC_SIZE tokens, or VEC_SIZE elements
+// of the values. What is left is a product of matrices, in which columns are multiplied with the rows while the columns
+// are in the first-level cache.
 //
 // Every sum has the same lanes, order and reduction as in attend_rows.h, so a result is the same to the last bit. Only
 // products with a weight of 0 are left out.
@@ -82,7 +83,7 @@ __attribute__((noinline)) void convert_keys(const HeadTile<T, LAYOUT>& h, int to
       for (int part = 0; part < Dot::PARTS; ++part) {
         Vec lanes[NUM_LANES];
         PAGEDATTN_UNROLL
-        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = loaded[j].part[part];
+        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = (Vec)loaded[j].part[part];
         transpose_lanes(lanes);
         PAGEDATTN_UNROLL
         for (int lane = 0; lane < NUM_LANES; ++lane) {
@@ -115,7 +116,7 @@ __attribute__((noinline)) void convert_values(const TileStrips<T, Strip, ELEMENT
       for (int part = 0; part < Strip::PARTS; ++part) {
         Vec lanes[NUM_LANES];
         PAGEDATTN_UNROLL
-        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = below[j].part[part];
+        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = (Vec)below[j].part[part];
         transpose_lanes(lanes);
         PAGEDATTN_UNROLL
         for (int lane = 0; lane < NUM_LANES; ++lane) {
@@ -127,9 +128,18 @@ __attribute__((noinline)) void convert_values(const TileStrips<T, Strip, ELEMENT
   }
 }
 
-// Multiplies NUM_ROWS rows with the first num_steps steps of the columns. A row has four floats for every step and set.
-// Calls finish(r, products).
-template <int NUM_ROWS, int NUM_SETS, typename Finish>
+// Multiplies floats, or pairs of bfloat16 in the places of floats.
+template <bool IN_PAIRS>
+PAGEDATTN_INLINE Vec add_products(Vec sum, Vec column, Vec row) {
+#if defined(PAGEDATTN_BFLOAT16_DOTS)
+  if constexpr (IN_PAIRS) return add_pair_products(sum, (Bfloat16Vec)column, (Bfloat16Vec)row);
+#endif
+  return fma(column, row, sum);
+}
+
+// Multiplies NUM_ROWS rows with the first num_steps steps of the columns. A row has four floats for every step and set,
+// COPIES times. Calls finish(r, products).
+template <bool IN_PAIRS, int NUM_ROWS, int NUM_SETS, int COPIES, typename Finish>
 PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const Columns& columns, int64_t num_steps,
                                     const Finish& finish) {
   Vec products[NUM_ROWS];
@@ -147,9 +157,9 @@ PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const
       for (int i = 0; i < PRODUCT_COLUMNS; ++i) {
         const Vec column = in_register(load(of_columns + i * VEC_SIZE));
         PAGEDATTN_UNROLL
-        for (int r = 0; r < NUM_ROWS; ++r) sums[r][i] = fma(column, of_row[r], sums[r][i]);
+        for (int r = 0; r < NUM_ROWS; ++r) sums[r][i] = add_products<IN_PAIRS>(sums[r][i], column, of_row[r]);
       }
-      of_rows += NUM_SETS * LANE_FLOATS;
+      of_rows += NUM_SETS * LANE_FLOATS * COPIES;
       of_columns += PRODUCT_COLUMNS * VEC_SIZE;
     }
     PAGEDATTN_UNROLL
@@ -186,12 +196,13 @@ PAGEDATTN_INLINE void for_rows(int64_t num_rows, const StepsOf& steps_of, const 
 }
 
 // Multiplies all rows with the columns. Calls finish(row, products) for every row that needs any step.
-template <int NUM_SETS, typename StepsOf, typename Finish, typename After>
+template <bool IN_PAIRS, int NUM_SETS, int COPIES, typename StepsOf, typename Finish, typename After>
 PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t num_rows, const Columns& columns,
                                const StepsOf& steps_of, const Finish& finish, const After& after) {
   const auto multiply_some = [&]<int NUM_ROWS>(int64_t row, int64_t num_steps) PAGEDATTN_ALWAYS_INLINE {
-    multiply_rows<NUM_ROWS, NUM_SETS>(rows + row * row_stride, row_stride, columns, num_steps,
-                                      [&](int r, Vec products) PAGEDATTN_ALWAYS_INLINE { finish(row + r, products); });
+    multiply_rows<IN_PAIRS, NUM_ROWS, NUM_SETS, COPIES>(rows + row * row_stride, row_stride, columns, num_steps,
+                                                        [&](int r, Vec products)
+                                                            PAGEDATTN_ALWAYS_INLINE { finish(row + r, products); });
   };
   for_rows(num_rows, steps_of, multiply_some, after);
 }
@@ -218,14 +229,15 @@ struct ManyRows {
   }
 };
 
-template <typename Dot, typename T, CacheLayout LAYOUT, typename After>
+template <typename Arithmetic, typename T, CacheLayout LAYOUT, typename After>
 __attribute__((noinline)) void compute_many_logits(const HeadTile<T, LAYOUT>& h, const ManyRows& many,
                                                    TileLogits* logits, const After& after) {
+  using Dot = typename Arithmetic::Dot;
   alignas(64) float memory[VEC_SIZE * MAX_HEAD_SIZE];
   const Columns keys{memory, h.params.head_size / Dot::RUN};
   for (int token = first_vec_token(h.tile); token < h.tile.end; token += VEC_SIZE) {
     convert_keys<Dot>(h, token, keys);
-    multiply<Dot::SUMS>(
+    multiply<Arithmetic::IN_PAIRS, Dot::SUMS, Dot::COPIES>(
         many.rows[0].query, many.query_stride, many.num_rows, keys,
         [&](int64_t last) PAGEDATTN_ALWAYS_INLINE { return many.ends[last] > token ? keys.num_steps : 0; },
         [&](int64_t r, Vec products)
@@ -239,24 +251,27 @@ template <typename Strip, int ELEMENTS>
 void arrange_weights_once(TileLogits& weights) {
   if constexpr (ELEMENTS == 1) return Strip::template arrange_weights<1>(weights.at, weights.at);
   constexpr int RUN = VEC_SIZE / ELEMENTS;
-  alignas(64) float arranged[TILE_TOKENS * ELEMENTS];
+  constexpr int NUM_RUNS = TILE_TOKENS * ELEMENTS / Strip::SIZE * Strip::PARTS;
+  alignas(64) float arranged[NUM_RUNS * VEC_SIZE];
   Strip::template arrange_weights<ELEMENTS>(weights.at, arranged);
-  for (int i = 0; i < TILE_TOKENS / RUN; ++i)
+  for (int i = 0; i < NUM_RUNS; ++i)
     __builtin_memcpy(weights.at + i * RUN, arranged + i * VEC_SIZE, RUN * sizeof(float));
 }
 
-template <typename T, typename Strip, int ELEMENTS, typename After>
+template <typename Arithmetic, typename T, int ELEMENTS, typename After>
 __attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, const ManyRows& many,
                                                       const TileLogits* weights, const After& after) {
+  using Strip = typename Arithmetic::Strip;
   alignas(64) float memory[VEC_SIZE * TILE_TOKENS];
   constexpr int TOKENS = Strip::SIZE / ELEMENTS;
+  constexpr int WEIGHT_FLOATS = Strip::PARTS * VEC_SIZE / ELEMENTS;  // of a strip
   TileStrips<T, Strip, ELEMENTS> strips(h);
   if (strips.has_hidden_tokens) strips.hide_tokens(h);
   const Columns values{memory, (strips.end - strips.begin) * Strip::PARTS};
   for (int64_t d = 0; d < h.params.head_size; d += VEC_SIZE) {
     convert_values(strips, d, values);
-    multiply<NUM_LANES / ELEMENTS>(
-        weights[0].at + strips.begin * TOKENS, TILE_TOKENS, many.num_rows, values,
+    multiply<Arithmetic::IN_PAIRS, NUM_LANES / ELEMENTS, 1>(
+        weights[0].at + strips.begin * WEIGHT_FLOATS, TILE_TOKENS, many.num_rows, values,
         [&](int64_t last)
             PAGEDATTN_ALWAYS_INLINE { return ((many.ends[last] + TOKENS - 1) / TOKENS - strips.begin) * Strip::PARTS; },
         [&](int64_t r, Vec products) PAGEDATTN_ALWAYS_INLINE {
@@ -267,20 +282,22 @@ __attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, cons
   }
 }
 
-template <typename T, typename After>
+template <typename Values, typename T, typename After>
 __attribute__((noinline)) void accumulate_many_nhd_values(const HeadTile<T, CacheLayout::NHD>& h, const ManyRows& many,
                                                           const TileLogits* weights, const After& after) {
+  const auto step_of = [](int64_t token) PAGEDATTN_ALWAYS_INLINE { return token / Values::TOKENS; };
   alignas(64) float values[TILE_TOKENS * NHD_COLUMNS * VEC_SIZE];
   for (int64_t d = 0; d < h.params.head_size; d += NHD_COLUMNS * VEC_SIZE) {
     const int64_t num_left = (h.params.head_size - d) / VEC_SIZE;
     const int num_columns = static_cast<int>(num_left < NHD_COLUMNS ? num_left : NHD_COLUMNS);
-    convert_nhd_values(h, d, num_columns, values);
-    const auto multiply_some = [&]<int NUM_ROWS>(int64_t row, int64_t num_tokens) PAGEDATTN_ALWAYS_INLINE {
+    convert_nhd_values<Values>(h, d, num_columns, values);
+    const auto multiply_some = [&]<int NUM_ROWS>(int64_t row, int64_t num_steps) PAGEDATTN_ALWAYS_INLINE {
       Vec sums[NUM_ROWS][NHD_COLUMNS];
-      multiply_nhd_values(weights + row, h.tile.begin, num_tokens, values, sums);
+      multiply_nhd_values<Values>(weights + row, step_of(h.tile.begin), num_steps, values, sums);
       PAGEDATTN_UNROLL
       for (int r = 0; r < NUM_ROWS; ++r) {
         float* const values_of_row = many.rows[row + r].values + d;
+        Values::put_converted_in_order(sums[r]);
         PAGEDATTN_UNROLL
         for (int i = 0; i < NHD_COLUMNS; ++i) {
           if (i >= num_columns) break;
@@ -288,8 +305,10 @@ __attribute__((noinline)) void accumulate_many_nhd_values(const HeadTile<T, Cach
         }
       }
     };
-    const auto tokens_of = [&](int64_t last) PAGEDATTN_ALWAYS_INLINE { return many.ends[last] - h.tile.begin; };
-    for_rows(many.num_rows, tokens_of, multiply_some, after);
+    const auto steps_of = [&](int64_t last) PAGEDATTN_ALWAYS_INLINE {
+      return step_of(many.ends[last] + Values::TOKENS - 1) - step_of(h.tile.begin);
+    };
+    for_rows(many.num_rows, steps_of, multiply_some, after);
   }
 }
 
@@ -301,22 +320,24 @@ void attend_many_rows(const HeadTile<T, LAYOUT>& h, const Row* rows, int64_t num
   TileLogits logits[MOST_ROWS];
   const ManyRows many(h.params, h.tile, rows, num_rows, query_stride);
   if (!many.all_see_all) __builtin_memset(logits, 0, num_rows * sizeof logits[0]);
-  compute_many_logits<typename Arithmetic::Dot>(h, many, logits, after);
+  compute_many_logits<Arithmetic>(h, many, logits, after);
   int64_t first = 0;
   for (; first + MAX_ROWS <= num_rows; first += MAX_ROWS) {
     update_softmax<MAX_ROWS>(h.params, h.tile, rows + first, logits + first);
   }
   for (; first < num_rows; ++first) update_softmax<1>(h.params, h.tile, rows + first, logits + first);
   if constexpr (LAYOUT == CacheLayout::NHD) {
-    accumulate_many_nhd_values(h, many, logits, after);
+    using Values = typename Arithmetic::NhdValues;
+    for (int64_t r = 0; r < num_rows; ++r) Values::round_weights(logits[r]);
+    accumulate_many_nhd_values<Values>(h, many, logits, after);
   } else {
     using Strip = typename Arithmetic::Strip;
     dispatch_strip_elements<Strip>(h.params.block_size, [&]<int ELEMENTS>() {
       if constexpr (ELEMENTS <= NUM_LANES) {
-        if constexpr (Strip::PARTS > 1) {
+        if constexpr (Strip::PARTS > 1 || Arithmetic::IN_PAIRS) {
           for (int64_t r = 0; r < num_rows; ++r) arrange_weights_once<Strip, ELEMENTS>(logits[r]);
         }
-        accumulate_many_values<T, Strip, ELEMENTS>(h, many, logits, after);
+        accumulate_many_values<Arithmetic, T, ELEMENTS>(h, many, logits, after);
       }
     });
   }

@@ -10,8 +10,8 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 // Fetches some heads of a tile, as the walk reads them: token by token, the keys before the values. The first
-// nhd_lead_bytes (fetch_order.h) were fetched before the walk came to the tile. Beside the tile's last tokens, as much is fetched of
-// what the walk comes to next. Lines are fetched in the order of memory, or of a few runs in turns.
+// nhd_lead_bytes (fetch_order.h) were fetched before the walk came to the tile. Beside the tile's last tokens, as much
+// is fetched of what the walk comes to next. Lines are fetched in the order of memory, or of a few runs in turns.
 template <typename T>
 class Prefetcher<T, CacheLayout::NHD> {
  public:

@@ -52,13 +52,13 @@ Chosen choose_kernel(const PagedAttentionParams& params) {
   return {};  // the op lets no other cache through
 }
 
-// The (row, head) pairs of an item of prefill. Where a tile of tokens is converted once for all pairs, more pairs are
-// better, until their queries and sums leave the second-level cache. In bfloat16 with dot product instructions nothing
-// is converted: more pairs would only take in more tokens that the causal mask hides. On AMX the products are so fast
-// that packing a tile for 128 pairs would be a tenth of the time.
-int64_t prefill_results(const PagedAttentionParams& params, Arithmetic arithmetic) {
+// The (row, head) pairs of an item of prefill. A tile of tokens is converted once for all pairs: more pairs are better,
+// until their queries and sums leave the second-level cache. Pairs of bfloat16 on ARM64 are taken as they are: there,
+// more would only take in more tokens that the causal mask hides. On AMX the products are so fast that packing a tile
+// for 128 pairs would be a tenth of the time.
+int64_t prefill_results(Arithmetic arithmetic) {
   if (arithmetic == Arithmetic::AMX) return 256;
-  return params.dtype == DType::BFLOAT16 && has_fast_pair_dots() ? 64 : 128;
+  return cpu_capability() == CpuCapability::NEON_BF16 && arithmetic == Arithmetic::PAIRS ? 64 : 128;
 }
 
 // Room for the largest item, and for a merge.
@@ -75,7 +75,7 @@ int64_t scratch_floats(const PagedAttentionParams& params, Arithmetic arithmetic
 
 AttentionPlan plan_attention(const PagedAttentionParams& params, int64_t num_threads) {
   const Chosen chosen = choose_kernel(params);
-  ItemPlan plan = plan_items(params, num_threads, prefill_results(params, chosen.arithmetic));
+  ItemPlan plan = plan_items(params, num_threads, prefill_results(chosen.arithmetic));
   const int64_t floats = scratch_floats(params, chosen.arithmetic, plan.items);
   return {chosen.attend,
           PAGEDATTN_CPU_KERNEL(merge_partials),

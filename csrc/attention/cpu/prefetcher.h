@@ -6,6 +6,7 @@
 #include "attention/cpu/fetch_order.h"
 #include "attention/cpu/key_dot.h"
 #include "attention/cpu/tile.h"
+#include "attention/cpu/value_strip.h"
 #include "attention/paged_attention.h"
 #include "cpu_memory.h"
 
@@ -124,11 +125,11 @@ class Prefetcher {
 };
 
 // How much NUM_ROWS rows fetch beside their work on a tile. Half of the next part is fetched beside the keys, and half
-// beside the values. Where one instruction multiplies pairs of keys, several rows have more to do with the values. Then
-// three quarters of the next part are fetched beside the values, so that the work is even.
+// beside the values. Where one instruction multiplies pairs of keys, but not of values, several rows have more to do
+// with the values. Then three quarters of the next part are fetched beside the values, so that the work is even.
 template <typename T, int NUM_ROWS>
 struct Pace {
-  static constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
+  static constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && !HAS_PAIR_STRIPS && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
 
   // How many chunks of the keys, of `num_bytes` each, go with a fetch in one pass over the chunks.
   static constexpr int64_t chunks_per_fetch(int64_t num_bytes) {

@@ -156,10 +156,12 @@ class RowWalk : public ItemWalk<T, LAYOUT> {
     });
     for_few_rows(0, num_rows,
                  [&]<int NUM_ROWS>(int64_t i) { update_softmax<NUM_ROWS>(p_, at.tile, rows + i, logits + i); });
+    using Values = typename Multiply::NhdValues;
+    for (int64_t i = 0; i < num_rows; ++i) Values::round_weights(logits[i]);
     for_tokens(at, head_begin, head_end, prefetcher, [&]<int NUM_ROWS>(const Head& head, TileTokens tokens, int64_t i) {
-      accumulate_nhd_values<NUM_ROWS>(head, tokens, logits + i, sums + i * sums_stride, sums_stride);
+      accumulate_nhd_values<Values, NUM_ROWS>(head, tokens, logits + i, sums + i * sums_stride, sums_stride);
     });
-    for (int64_t i = 0; i < num_rows; ++i) add_nhd_sums<T>(p_.head_size, sums + i * sums_stride, rows[i].values);
+    for (int64_t i = 0; i < num_rows; ++i) add_nhd_sums<Values>(p_.head_size, sums + i * sums_stride, rows[i].values);
   }
 
   void attend_head(const TileRows<T, LAYOUT>& at, int64_t kv_head, Prefetcher<T, LAYOUT>& prefetcher,

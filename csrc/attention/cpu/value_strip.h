@@ -113,13 +113,58 @@ struct ValueStrip<CacheT> : FloatStrip<4> {
 };
 #endif
 
+#if defined(__AVX512BF16__)
+constexpr bool HAS_PAIR_STRIPS = true;
+
+// Values as bfloat16, multiplied in pairs with weights that are rounded to bfloat16. The error is that of torch's SDPA,
+// which rounds them as well (docs/cpu-kernels.md).
 template <typename CacheT>
 struct PairStrip;
-#if defined(__AVX512BF16__)
-// 8-bit values as bfloat16, which holds them exactly, with weights that are rounded to bfloat16. A weight has an error
-// of up to a 256th, where a value, as 8 bits, has an error of up to a 16th or an 8th.
+
+// The weights of a tile, rounded to bfloat16. Short strips read what follows the tile, but do not use it.
+struct RoundedWeights {
+  static constexpr int AT_ONCE = 2 * VEC_SIZE;
+  bfloat16 at[TILE_TOKENS + AT_ONCE] = {};
+
+  PAGEDATTN_INLINE explicit RoundedWeights(const float* by_token) {
+    for (int i = 0; i < TILE_TOKENS; i += AT_ONCE) {
+      store_two<false>(at + i, load(by_token + i), load(by_token + i + VEC_SIZE));
+    }
+  }
+};
+
+// The values of a strip are in order, as they lie in the cache.
+template <>
+struct PairStrip<bfloat16> {
+  static constexpr int PARTS = 1;
+  static constexpr int SIZE = 2 * VEC_SIZE;
+  Bfloat16Vec part[PARTS];
+
+  template <int ELEMENTS>
+  static PAGEDATTN_INLINE PairStrip load_from(const bfloat16* values) {
+    return {{(Bfloat16Vec)load_as<UintVec>(values)}};
+  }
+
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec values, Vec weights) {
+    return add_pair_products(sum, values, (Bfloat16Vec)weights);
+  }
+
+  // [strips, 2 * VEC_SIZE] in bfloat16: the weights of a strip's tokens, once for each of its elements.
+  template <int ELEMENTS>
+  static PAGEDATTN_INLINE void arrange_weights(const float* by_token, float* arranged) {
+    constexpr int TOKENS = SIZE / ELEMENTS;
+    const RoundedWeights rounded(by_token);
+    for (int token = 0; token < TILE_TOKENS; token += TOKENS) {
+      store(arranged, load_repeated<TOKENS / 2>(reinterpret_cast<const float*>(rounded.at + token)));
+      arranged += VEC_SIZE;
+    }
+  }
+};
+
+// 8-bit values, which bfloat16 holds exactly.
 template <typename CacheT>
-struct PairStrip {
+  requires(sizeof(CacheT) == 1)
+struct PairStrip<CacheT> {
   static constexpr int PARTS = 2;
   static constexpr int SIZE = 2 * PARTS * VEC_SIZE;
   Bfloat16Vec part[PARTS];
@@ -143,14 +188,10 @@ struct PairStrip {
   template <int ELEMENTS>
   static PAGEDATTN_INLINE void arrange_weights(const float* by_token, float* arranged) {
     constexpr int TOKENS = SIZE / ELEMENTS;
-    constexpr int AT_ONCE = 2 * VEC_SIZE;
-    bfloat16 rounded[TILE_TOKENS + AT_ONCE] = {};  // short strips read the rest, but do not use it
-    for (int i = 0; i < TILE_TOKENS; i += AT_ONCE) {
-      store_two<false>(rounded + i, load(by_token + i), load(by_token + i + VEC_SIZE));
-    }
+    const RoundedWeights rounded(by_token);
     for (int token = 0; token < TILE_TOKENS; token += TOKENS) {
-      const Vec first = load_as<Vec>(rounded + token);
-      const Vec last = load_as<Vec>(rounded + token + (TOKENS > AT_ONCE ? AT_ONCE : 0));
+      const Vec first = load_as<Vec>(rounded.at + token);
+      const Vec last = load_as<Vec>(rounded.at + token + (TOKENS > rounded.AT_ONCE ? rounded.AT_ONCE : 0));
       store(arranged, shuffle(first, last, [](int t) { return first_of_pair<ELEMENTS>(t, 0) % TOKENS / 2; }));
       store(arranged + VEC_SIZE,
             shuffle(first, last, [](int t) { return first_of_pair<ELEMENTS>(t, 1) % TOKENS / 2; }));
@@ -171,6 +212,8 @@ struct PairStrip {
     return lane / LANES * RUN<ELEMENTS> + part_idx * (RUN<ELEMENTS> / 2) + lane % LANES * 2;
   }
 };
+#else
+constexpr bool HAS_PAIR_STRIPS = false;
 #endif
 
 // Calls function.operator()<ELEMENTS>() with the number of elements that a strip holds for this block size.
