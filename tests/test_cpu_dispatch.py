@@ -1,6 +1,7 @@
 """Which copy of the CPU kernels a process uses, in builds that do not have all copies (PAGEDATTN_CPU_CAPABILITIES)."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -35,17 +36,22 @@ int main() {{
 """
 
 
-def capability(directory: Path, compiled: list[str], asked: str = "", refuse_tiles: bool = False) -> str:
-    """What a build for `compiled` has and uses here: "default avx2 | avx2", or the error in place of the last name."""
+def run(directory: Path, source: str, **environment: str) -> str:
+    """What a C++ program prints that includes files of csrc."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    source, program = directory / "program.cpp", directory / "program"
+    file, program = directory / "program.cpp", directory / "program"
+    file.write_text(source)
+    subprocess.run([compiler, "-std=c++20", f"-I{CSRC}", str(file), "-o", str(program)], check=True)
+    return subprocess.run([program], env=os.environ | environment, capture_output=True, text=True, check=True).stdout
+
+
+def capability(directory: Path, compiled: list[str], asked: str = "", refuse_tiles: bool = False) -> str:
+    """What a build for `compiled` has and uses here: "default avx2 | avx2", or the error in place of the last name."""
     names = ", ".join(f'"{name}"' for name in compiled)
-    source.write_text(PROGRAM.format(names=names, refuse_tiles=int(refuse_tiles)))
-    subprocess.run([compiler, "-std=c++20", f"-I{CSRC}", str(source), "-o", str(program)], check=True)
-    environment = {**os.environ, "PAGEDATTN_CPU_CAPABILITY": asked}
-    return subprocess.run([program], env=environment, capture_output=True, text=True, check=True).stdout
+    source = PROGRAM.format(names=names, refuse_tiles=int(refuse_tiles))
+    return run(directory, source, PAGEDATTN_CPU_CAPABILITY=asked)
 
 
 def test_the_best_of_what_is_compiled(tmp_path):
@@ -81,6 +87,16 @@ def test_tiles_that_the_kernel_refuses(tmp_path):
     assert capability(tmp_path, available, asked="amx", refuse_tiles=True).endswith(
         "| PAGEDATTN_CPU_CAPABILITY: this machine does not run amx, its best is avx512_bf16"
     )
+
+
+def test_the_model(tmp_path):
+    """A family that is read from the wrong bits: fetching ahead is slow then, and no other test sees it."""
+    if not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64":
+        pytest.skip("no x86-64 with a Linux that names the family")
+    facts = dict(re.findall(r"^(vendor_id|cpu family)\s*: (\S+)$", Path("/proc/cpuinfo").read_text(), re.M))
+    expected = facts == {"vendor_id": "AuthenticAMD", "cpu family": str(0x1A)}
+    program = '#include <cstdio>\n#include "cpu_model.cpp"\nint main() { std::printf("%d", pagedattn::IS_ZEN_5); }\n'
+    assert run(tmp_path, program) == str(int(expected))
 
 
 def kernels_with_code_for(capability: str) -> set[str]:
