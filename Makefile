@@ -241,7 +241,7 @@ test-arm64: build
 	  "-DPAGEDATTN_CPU_CAPABILITIES=$(ARM64_CAPABILITIES)"
 	$(CMAKE_BUILD) $(ARM64) --parallel $(JOBS) --target kernels
 	$(CXX) -std=c++20 -O1 -ffp-contract=off -Icsrc '-DPAGEDATTN_CPU_CAPABILITIES="default"' -o $(ARM64)/kernels-of-x86 \
-	  tests/arm64/*.cpp csrc/attention/cpu/plan_*.cpp csrc/cpu_dispatch.cpp \
+	  tests/arm64/*.cpp csrc/attention/cpu/plan_*.cpp csrc/cpu_dispatch.cpp csrc/cpu_model.cpp \
 	  $$(find $(CMAKE_DIR)/CMakeFiles/cpu_default.dir -name '*.o')
 	$(ARM64)/kernels-of-x86 default write $(ARM64)/expected
 	$(if $(findstring default,$(ARM64_CAPABILITIES)),$(call on_arm64,cortex-a72,default same))

@@ -65,6 +65,7 @@ struct RowArithmetic<Arithmetic::PAIRS, T> {
   using Dot = PairDot<T>;
 #if defined(__AVX512BF16__)
   using Strip = PairStrip<T>;
+  // 8-bit values would have to be converted before they are put into pairs of tokens.
   using NhdValues = std::conditional_t<sizeof(T) == 1, NhdFloats<T>, NhdTokenPairs>;
 #else
   using Strip = ValueStrip<T>;

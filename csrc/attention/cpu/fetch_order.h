@@ -1,5 +1,5 @@
-// In which order, and how far ahead of a walk, this machine fetches best; for prefetcher.h and nhd_prefetcher.h. All
-// numbers are measured (docs/cpu-kernels-lab-book.md).
+// In which order, and how far ahead, this machine fetches best what a walk comes to; for prefetcher.h,
+// nhd_prefetcher.h, fetch_ahead.h and row_walk.h. All numbers are measured (docs/cpu-kernels-lab-book.md).
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,8 @@ struct FetchOrder {
   int64_t nhd_bytes_at_once;
 
   // NHD: lines of smaller tokens are asked for again, as the CPU drops some requests (prefetch_line). Of larger tokens
-  // the hardware foresees the lines that follow, and asking again takes longer than it saves.
+  // the hardware foresees the lines that follow, and asking again takes longer than it saves; on a Zen 5 it always
+  // pays.
   int64_t foreseen_token_bytes;
 
   // NHD: nothing is fetched of tokens that are as large. With 8 of them at a time, head by head, the hardware follows 8
@@ -35,14 +36,31 @@ struct FetchOrder {
 inline FetchOrder fetch_order() {
   constexpr int64_t KIB = 1 << 10;
   if constexpr (VEC_SIZE == 16) {
-    if (IS_ZEN_5) return {8 * KIB, 2, 192 * KIB, 128 * KIB, INT64_MAX, INT64_MAX};
+    if (IS_ZEN_5) {
+      return {.run_bytes = 8 * KIB,
+              .runs_in_turns = 2,
+              .nhd_lead_bytes = 192 * KIB,
+              .nhd_bytes_at_once = 128 * KIB,
+              .foreseen_token_bytes = INT64_MAX,
+              .hardware_token_bytes = INT64_MAX};
+    }
     // A second-level cache of 1 MiB or more: all blocks of a tile take turns.
-    return {16 * KIB, MAX_RUNS, 64 * KIB, 32 * KIB, 0, INT64_MAX};
+    return {.run_bytes = 16 * KIB,
+            .runs_in_turns = MAX_RUNS,
+            .nhd_lead_bytes = 64 * KIB,
+            .nhd_bytes_at_once = 32 * KIB,
+            .foreseen_token_bytes = 0,
+            .hardware_token_bytes = INT64_MAX};
   }
   // In the 512 KiB of other CPUs, two such parts would push each other out. Also, as measured on a Zen 3, more than
   // four blocks in turns are slower beside arithmetic.
   constexpr bool IS_AVX2 = VEC_SIZE == 8;
-  return {8 * KIB, 4, 64 * KIB, 32 * KIB, IS_AVX2 ? 2 * KIB : 0, IS_AVX2 ? 8 * KIB : INT64_MAX};
+  return {.run_bytes = 8 * KIB,
+          .runs_in_turns = 4,
+          .nhd_lead_bytes = 64 * KIB,
+          .nhd_bytes_at_once = 32 * KIB,
+          .foreseen_token_bytes = IS_AVX2 ? 2 * KIB : 0,
+          .hardware_token_bytes = IS_AVX2 ? 8 * KIB : INT64_MAX};
 }
 
 }  // namespace

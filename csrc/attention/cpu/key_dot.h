@@ -189,7 +189,7 @@ template <typename CacheT>
 struct PairDot {
   static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<CacheT>;
   static constexpr int PARTS = CHUNK_ELEMENTS / 8;
-  static constexpr int RUN = 8;
+  static constexpr int RUN = 8;  // elements of a row in a 128-bit lane
   static constexpr int SUMS = 1;
 
   // Rows for 8-bit keys hold every 8 elements as often as a vector needs them. A load that repeats elements is a

@@ -94,11 +94,14 @@ struct NhdTokenPairs {
   }
   // For many rows: a pair of vectors. Where one vector of elements is left, half of each has them.
   static PAGEDATTN_INLINE void convert(const bfloat16* const (&values)[2], int num_columns, float* columns) {
-    bfloat16 half[2][NHD_PAIR] = {};
+    Vecs<2> pair;
     if (num_columns == 1) {
+      bfloat16 half[2][NHD_PAIR] = {};
       for (int i = 0; i < 2; ++i) __builtin_memcpy(half[i], values[i], VEC_SIZE * sizeof(bfloat16));
+      pair = load({half[0], half[1]});
+    } else {
+      pair = load(values);
     }
-    const Vecs<2> pair = num_columns == 1 ? load({half[0], half[1]}) : load(values);
     store(columns, pair.of[0]);
     store(columns + VEC_SIZE, pair.of[1]);
   }

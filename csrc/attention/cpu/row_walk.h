@@ -7,6 +7,7 @@
 
 #include "attention/cpu/attend_rows.h"
 #include "attention/cpu/attention_results.h"
+#include "attention/cpu/fetch_order.h"
 #include "attention/cpu/item_scratch.h"
 #include "attention/cpu/item_walk.h"
 #include "attention/cpu/many_rows.h"

@@ -121,7 +121,8 @@ constexpr bool HAS_PAIR_STRIPS = true;
 template <typename CacheT>
 struct PairStrip;
 
-// The weights of a tile, rounded to bfloat16. Short strips read what follows the tile, but do not use it.
+// The weights of a tile, rounded to bfloat16. Short strips of 8-bit values read what follows the tile, but do not use
+// it.
 struct RoundedWeights {
   static constexpr int AT_ONCE = 2 * VEC_SIZE;
   bfloat16 at[TILE_TOKENS + AT_ONCE] = {};
