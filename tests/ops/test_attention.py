@@ -205,15 +205,17 @@ def test_chunked_prefill_is_whole_prefill(device, case, data):
 @pytest.mark.parametrize("layout", ["chunked", "hnd"])
 @pytest.mark.parametrize("group_size", [1, 2, 4, 8, 20])
 @pytest.mark.parametrize(
-    ("head_size", "cache"), [(72, None), (80, None), (128, None), (80, ("fp8", torch.uint8))], ids=str
+    ("head_size", "cache", "window"),
+    [(72, None, None), (80, None, 100), (128, None, None), (80, ("fp8", torch.uint8), None)],
+    ids=str,
 )
-def test_a_row_of_a_prompt_is_a_decode_row(device, head_size, cache, group_size, layout):
+def test_a_row_of_a_prompt_is_a_decode_row(device, head_size, cache, window, group_size, layout):
     """With queries in bfloat16, where a kernel may multiply many rows with other instructions than a few. They round
     alike, or the bits differ here: half of the blocks have the values of the other half, negated, so that what is left
-    of a sum is the rounding of its steps. Over several partitions."""
+    of a sum is the rounding of its steps. Over several partitions, or from amid a tile on."""
     rows, num_tokens = 40, 704
     case = Case(((rows, num_tokens),), torch.bfloat16, cache, num_kv_heads=1, group_size=group_size)
-    arguments = make_arguments(replace(case, layout=layout, head_size=head_size), device)
+    arguments = make_arguments(replace(case, layout=layout, head_size=head_size, sliding_window=window), device)
     blocks = arguments["block_tables"][0, :44].long()
     arguments["key_cache"][blocks[20:40]] = arguments["key_cache"][blocks[:20]]
     values = arguments["value_cache"][blocks[:20]]
