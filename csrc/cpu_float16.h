@@ -106,21 +106,17 @@ PAGEDATTN_INLINE UintVec float_to_bfloat16(Vec a, Vec b) {
 }
 #endif
 
-// sum + a * b, for pairs of bfloat16: one instruction adds both products of each element, in fp32. Denormals count as
-// zeros.
+// sum + a * b, where a and b have the bits of pairs of bfloat16: one instruction adds both products of each element, in
+// fp32. Denormals count as zeros.
 #if defined(__AVX512BF16__)
 #define PAGEDATTN_BFLOAT16_DOTS
-typedef __m512bh Bfloat16Vec;
-
-PAGEDATTN_INLINE Vec add_pair_products(Vec sum, Bfloat16Vec a, Bfloat16Vec b) {
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, a, b);
+PAGEDATTN_INLINE Vec add_pair_products(Vec sum, Vec a, Vec b) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define PAGEDATTN_BFLOAT16_DOTS
-typedef bfloat16x8_t Bfloat16Vec;
-
-PAGEDATTN_INLINE Vec add_pair_products(Vec sum, Bfloat16Vec a, Bfloat16Vec b) {
-  return (Vec)vbfdotq_f32((float32x4_t)sum, a, b);
+PAGEDATTN_INLINE Vec add_pair_products(Vec sum, Vec a, Vec b) {
+  return (Vec)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
 }
 #endif
 

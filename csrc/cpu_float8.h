@@ -202,17 +202,12 @@ PAGEDATTN_INLINE Vecs<4> float8_to_floats(UintVec bytes, Float8 type) {
 }
 
 #if defined(__AVX512BF16__)
-// The first 8 and the last 8 of the 16 bytes in every 128-bit lane.
-struct Bfloat16Halves {
-  Bfloat16Vec lower;
-  Bfloat16Vec upper;
-};
-
+// In pairs: the first 8 and the last 8 of the 16 bytes in every 128-bit lane.
 template <typename Float8>
-PAGEDATTN_INLINE Bfloat16Halves float8_to_bfloat16_halves(UintVec bytes, Float8 type) {
+PAGEDATTN_INLINE Vecs<2> float8_to_bfloat16_halves(UintVec bytes, Float8 type) {
   const Float8AsBfloat16 apart = float8_to_bfloat16(bytes, type);
-  return {(Bfloat16Vec)_mm512_maskz_unpacklo_epi8(~0ull, apart.low, apart.high),
-          (Bfloat16Vec)_mm512_maskz_unpackhi_epi8(~0ull, apart.low, apart.high)};
+  return {{(Vec)_mm512_maskz_unpacklo_epi8(~0ull, apart.low, apart.high),
+           (Vec)_mm512_maskz_unpackhi_epi8(~0ull, apart.low, apart.high)}};
 }
 #endif
 #endif

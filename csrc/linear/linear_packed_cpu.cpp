@@ -80,14 +80,12 @@ struct Bfloat16Pairs {
   // For an instruction that takes the first pair alone.
   static PAGEDATTN_INLINE Vec repeat(const Element* x) { return (Vec)vcombine_u64(vcreate_u64(*x), vcreate_u64(0)); }
   static PAGEDATTN_INLINE Vec add_product(Vec x, Vec w, Vec sum) {
-    const bfloat16x4_t pair = vget_low_bf16((Bfloat16Vec)x);
-    return (Vec)vbfdotq_lane_f32((float32x4_t)sum, (Bfloat16Vec)w, pair, 0);
+    const bfloat16x4_t pair = vget_low_bf16((bfloat16x8_t)x);
+    return (Vec)vbfdotq_lane_f32((float32x4_t)sum, (bfloat16x8_t)w, pair, 0);
   }
 #else
   static PAGEDATTN_INLINE Vec repeat(const Element* x) { return (Vec)(UintVec{} + *x); }
-  static PAGEDATTN_INLINE Vec add_product(Vec x, Vec w, Vec sum) {
-    return add_pair_products(sum, (Bfloat16Vec)x, (Bfloat16Vec)w);
-  }
+  static PAGEDATTN_INLINE Vec add_product(Vec x, Vec w, Vec sum) { return add_pair_products(sum, x, w); }
 #endif
 
   static PAGEDATTN_INLINE void convert(const bfloat16* row, int64_t size, Element* converted) {

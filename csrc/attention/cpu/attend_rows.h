@@ -40,7 +40,6 @@ struct RowArithmetic;
 template <typename T>
 struct RowArithmetic<Arithmetic::FLOATS, T> {
   static constexpr bool MANY_ROWS = true;  // many_rows.h takes many rows together
-  static constexpr bool IN_PAIRS = false;
 #if defined(__AVX2__) && !defined(__AVX512F__)
   using Dot = std::conditional_t<sizeof(T) == 1, Float8KeyDot<T>, KeyDot<T>>;
 #else
@@ -61,7 +60,6 @@ struct RowArithmetic<Arithmetic::INT8, int8> {
 template <typename T>
 struct RowArithmetic<Arithmetic::PAIRS, T> {
   static constexpr bool MANY_ROWS = HAS_PAIR_STRIPS;
-  static constexpr bool IN_PAIRS = true;
   using Dot = PairDot<T>;
 #if defined(__AVX512BF16__)
   using Strip = PairStrip<T>;

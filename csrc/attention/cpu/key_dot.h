@@ -197,27 +197,25 @@ struct PairDot {
   static constexpr int COPIES = PARTS == 2 ? NUM_LANES : 1;
 
   struct Keys {
-    Bfloat16Vec part[PARTS];
+    Vec part[PARTS];  // of pairs
   };
 
   template <typename Chunks>
   static PAGEDATTN_INLINE Keys load_keys(const Chunks& chunks) {
     if constexpr (PARTS == 1) {
-      return {{(Bfloat16Vec)load_chunks(chunks)}};
+      return {{(Vec)load_chunks(chunks)}};
     } else {
-      const auto halves = float8_to_bfloat16_halves(load_chunks(chunks), CacheT{});
-      return {{halves.lower, halves.upper}};
+      const Vecs<2> halves = float8_to_bfloat16_halves(load_chunks(chunks), CacheT{});
+      return {{halves.of[0], halves.of[1]}};
     }
   }
 
   // Loads 8 elements, repeated in every lane.
-  static PAGEDATTN_INLINE Bfloat16Vec load_query(const float* row, int64_t chunk, int part) {
-    return (Bfloat16Vec)load_repeated<4 * COPIES>(row + (chunk * PARTS + part) * 4 * COPIES);
+  static PAGEDATTN_INLINE Vec load_query(const float* row, int64_t chunk, int part) {
+    return load_repeated<4 * COPIES>(row + (chunk * PARTS + part) * 4 * COPIES);
   }
 
-  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec keys, Bfloat16Vec query) {
-    return add_pair_products(sum, keys, query);
-  }
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec keys, Vec query) { return add_pair_products(sum, keys, query); }
 
   static constexpr int64_t row_floats(int64_t head_size) { return head_size / 2 * COPIES; }
 

@@ -83,7 +83,7 @@ __attribute__((noinline)) void convert_keys(const HeadTile<T, LAYOUT>& h, int to
       for (int part = 0; part < Dot::PARTS; ++part) {
         Vec lanes[NUM_LANES];
         PAGEDATTN_UNROLL
-        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = (Vec)loaded[j].part[part];
+        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = loaded[j].part[part];
         transpose_lanes(lanes);
         PAGEDATTN_UNROLL
         for (int lane = 0; lane < NUM_LANES; ++lane) {
@@ -116,7 +116,7 @@ __attribute__((noinline)) void convert_values(const TileStrips<T, Strip, ELEMENT
       for (int part = 0; part < Strip::PARTS; ++part) {
         Vec lanes[NUM_LANES];
         PAGEDATTN_UNROLL
-        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = (Vec)below[j].part[part];
+        for (int j = 0; j < NUM_LANES; ++j) lanes[j] = below[j].part[part];
         transpose_lanes(lanes);
         PAGEDATTN_UNROLL
         for (int lane = 0; lane < NUM_LANES; ++lane) {
@@ -128,18 +128,11 @@ __attribute__((noinline)) void convert_values(const TileStrips<T, Strip, ELEMENT
   }
 }
 
-// Multiplies floats, or pairs of bfloat16 in the places of floats.
-template <bool IN_PAIRS>
-PAGEDATTN_INLINE Vec add_products(Vec sum, Vec column, Vec row) {
-#if defined(PAGEDATTN_BFLOAT16_DOTS)
-  if constexpr (IN_PAIRS) return add_pair_products(sum, (Bfloat16Vec)column, (Bfloat16Vec)row);
-#endif
-  return fma(column, row, sum);
-}
-
 // Multiplies NUM_ROWS rows with the first num_steps steps of the columns. A row has four floats for every step and set,
 // COPIES times. Calls finish(r, products).
-template <bool IN_PAIRS, int NUM_ROWS, int NUM_SETS, int COPIES, typename Finish>
+//
+// Products: the Dot or the Strip that multiplies a column with a row.
+template <typename Products, int NUM_ROWS, int NUM_SETS, int COPIES, typename Finish>
 PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const Columns& columns, int64_t num_steps,
                                     const Finish& finish) {
   Vec products[NUM_ROWS];
@@ -157,7 +150,7 @@ PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const
       for (int i = 0; i < PRODUCT_COLUMNS; ++i) {
         const Vec column = in_register(load(of_columns + i * VEC_SIZE));
         PAGEDATTN_UNROLL
-        for (int r = 0; r < NUM_ROWS; ++r) sums[r][i] = add_products<IN_PAIRS>(sums[r][i], column, of_row[r]);
+        for (int r = 0; r < NUM_ROWS; ++r) sums[r][i] = Products::multiply_add(sums[r][i], column, of_row[r]);
       }
       of_rows += NUM_SETS * LANE_FLOATS * COPIES;
       of_columns += PRODUCT_COLUMNS * VEC_SIZE;
@@ -196,11 +189,11 @@ PAGEDATTN_INLINE void for_rows(int64_t num_rows, const StepsOf& steps_of, const 
 }
 
 // Multiplies all rows with the columns. Calls finish(row, products) for every row that needs any step.
-template <bool IN_PAIRS, int NUM_SETS, int COPIES, typename StepsOf, typename Finish, typename After>
+template <typename Products, int NUM_SETS, int COPIES, typename StepsOf, typename Finish, typename After>
 PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t num_rows, const Columns& columns,
                                const StepsOf& steps_of, const Finish& finish, const After& after) {
   const auto multiply_some = [&]<int NUM_ROWS>(int64_t row, int64_t num_steps) PAGEDATTN_ALWAYS_INLINE {
-    multiply_rows<IN_PAIRS, NUM_ROWS, NUM_SETS, COPIES>(rows + row * row_stride, row_stride, columns, num_steps,
+    multiply_rows<Products, NUM_ROWS, NUM_SETS, COPIES>(rows + row * row_stride, row_stride, columns, num_steps,
                                                         [&](int r, Vec products)
                                                             PAGEDATTN_ALWAYS_INLINE { finish(row + r, products); });
   };
@@ -237,7 +230,7 @@ __attribute__((noinline)) void compute_many_logits(const HeadTile<T, LAYOUT>& h,
   const Columns keys{memory, h.params.head_size / Dot::RUN};
   for (int token = first_vec_token(h.tile); token < h.tile.end; token += VEC_SIZE) {
     convert_keys<Dot>(h, token, keys);
-    multiply<Arithmetic::IN_PAIRS, Dot::SUMS, Dot::COPIES>(
+    multiply<Dot, Dot::SUMS, Dot::COPIES>(
         many.rows[0].query, many.query_stride, many.num_rows, keys,
         [&](int64_t last) PAGEDATTN_ALWAYS_INLINE { return many.ends[last] > token ? keys.num_steps : 0; },
         [&](int64_t r, Vec products)
@@ -270,7 +263,7 @@ __attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, cons
   const Columns values{memory, (strips.end - strips.begin) * Strip::PARTS};
   for (int64_t d = 0; d < h.params.head_size; d += VEC_SIZE) {
     convert_values(strips, d, values);
-    multiply<Arithmetic::IN_PAIRS, NUM_LANES / ELEMENTS, 1>(
+    multiply<Strip, NUM_LANES / ELEMENTS, 1>(
         weights[0].at + strips.begin * WEIGHT_FLOATS, TILE_TOKENS, many.num_rows, values,
         [&](int64_t last)
             PAGEDATTN_ALWAYS_INLINE { return ((many.ends[last] + TOKENS - 1) / TOKENS - strips.begin) * Strip::PARTS; },
@@ -334,7 +327,7 @@ void attend_many_rows(const HeadTile<T, LAYOUT>& h, const Row* rows, int64_t num
     using Strip = typename Arithmetic::Strip;
     dispatch_strip_elements<Strip>(h.params.block_size, [&]<int ELEMENTS>() {
       if constexpr (ELEMENTS <= NUM_LANES) {
-        if constexpr (Strip::PARTS > 1 || Arithmetic::IN_PAIRS) {
+        if constexpr (Strip::SIZE > VEC_SIZE) {
           for (int64_t r = 0; r < num_rows; ++r) arrange_weights_once<Strip, ELEMENTS>(logits[r]);
         }
         accumulate_many_values<Arithmetic, T, ELEMENTS>(h, many, logits, after);

@@ -48,9 +48,7 @@ struct Bfloat16Pairs {
     __builtin_memcpy(&result, source, count * sizeof(bfloat16));
     return result;
   }
-  static PAGEDATTN_INLINE Vec add_product(Vec x, Vec column, Vec sum) {
-    return add_pair_products(sum, (Bfloat16Vec)x, (Bfloat16Vec)column);
-  }
+  static PAGEDATTN_INLINE Vec add_product(Vec x, Vec column, Vec sum) { return add_pair_products(sum, x, column); }
 };
 #endif
 

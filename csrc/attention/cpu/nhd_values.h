@@ -86,7 +86,7 @@ struct NhdTokenPairs {
     return load_repeated<1>(weights.at + t / 2);
   }
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec values, Vec weight) {
-    return add_pair_products(sum, (Bfloat16Vec)values, (Bfloat16Vec)weight);
+    return add_pair_products(sum, values, weight);
   }
   static PAGEDATTN_INLINE Vecs<2> in_element_order(Vec first, Vec second) {
     return {{shuffle(first, second, [](int i) { return i % 8 / 4 * VEC_SIZE + i / 8 * 4 + i % 4; }),

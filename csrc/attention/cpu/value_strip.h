@@ -139,15 +139,15 @@ template <>
 struct PairStrip<bfloat16> {
   static constexpr int PARTS = 1;
   static constexpr int SIZE = 2 * VEC_SIZE;
-  Bfloat16Vec part[PARTS];
+  Vec part[PARTS];
 
   template <int ELEMENTS>
   static PAGEDATTN_INLINE PairStrip load_from(const bfloat16* values) {
-    return {{(Bfloat16Vec)load_as<UintVec>(values)}};
+    return {{load_as<Vec>(values)}};
   }
 
-  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec values, Vec weights) {
-    return add_pair_products(sum, values, (Bfloat16Vec)weights);
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec values, Vec weights) {
+    return add_pair_products(sum, values, weights);
   }
 
   // [strips, 2 * VEC_SIZE] in bfloat16: the weights of a strip's tokens, once for each of its elements.
@@ -168,7 +168,7 @@ template <typename CacheT>
 struct PairStrip<CacheT> {
   static constexpr int PARTS = 2;
   static constexpr int SIZE = 2 * PARTS * VEC_SIZE;
-  Bfloat16Vec part[PARTS];
+  Vec part[PARTS];
 
   template <int ELEMENTS>
   static PAGEDATTN_INLINE PairStrip load_from(const CacheT* values) {
@@ -177,12 +177,12 @@ struct PairStrip<CacheT> {
       // In every 128-bit lane: the first two of every four bytes, then the last two of every four.
       bytes = _mm512_shuffle_epi8(bytes, _mm512_set4_epi32(0x0f0e0b0a, 0x07060302, 0x0d0c0908, 0x05040100));
     }
-    const Bfloat16Halves halves = float8_to_bfloat16_halves((UintVec)bytes, CacheT{});
-    return {{halves.lower, halves.upper}};
+    const Vecs<2> halves = float8_to_bfloat16_halves((UintVec)bytes, CacheT{});
+    return {{halves.of[0], halves.of[1]}};
   }
 
-  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Bfloat16Vec values, Vec weights) {
-    return add_pair_products(sum, values, (Bfloat16Vec)weights);
+  static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec values, Vec weights) {
+    return add_pair_products(sum, values, weights);
   }
 
   // [strips, PARTS, 2 * VEC_SIZE] in bfloat16.
