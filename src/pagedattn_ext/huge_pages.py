@@ -14,11 +14,38 @@ PAGE_BYTES = 4096
 # part outside of them.
 REGION_BYTES = 32 << 20
 
+
+class _Region:
+    """A mapping that begins at a huge page. It goes back to the system with the last tensor in it."""
+
+    def __init__(self, num_bytes: int) -> None:
+        try:
+            mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:  # an OverflowError is of more bytes than addresses reach
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise MemoryError(f"{num_bytes} bytes of memory on the CPU: {reason}") from error
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without huge pages
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._mapping = mapping
+        self._next = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+        self._end = self._next + num_bytes
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """The next pages, if there are as many: a storage of its own, as torch shares, saves and copies whole
+        storages."""
+        if num_bytes > self._end - self._next:
+            return None
+        memory = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=self._next)
+        self._next += -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        return memory
+
+
 _lock = Lock()
-_region = torch.empty(0, dtype=torch.uint8, device="cpu")  # the part of the last shared mapping that no tensor has yet
+_region: _Region | None = None  # the last shared one
 
 
-@torch.inference_mode(False)  # a region may be written to in and out of it
+@torch.inference_mode(False)  # a tensor may be written to in and out of it
 def empty_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor of zeros on the CPU, in huge pages where the system grants them. Within a page of 4 KiB the hardware
     fetches ahead; between two such pages it does not, so what is read in one piece should not lie across them.
@@ -29,28 +56,19 @@ def empty_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     Raises:
         MemoryError: if there is not enough memory.
     """
-    global _region
     num_bytes = prod(shape) * dtype.itemsize
-    if num_bytes >= REGION_BYTES:
-        memory = _map(num_bytes)
-    else:
-        num_page_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-        with _lock:
-            if num_page_bytes > _region.numel():
-                _region = _map(REGION_BYTES)
-            memory, _region = _region[:num_bytes], _region[num_page_bytes:]
+    if num_bytes == 0:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    memory = _Region(num_bytes).take(num_bytes) if num_bytes >= REGION_BYTES else _take_shared(num_bytes)
+    assert memory is not None
     return memory.view(dtype).view(shape)
 
 
-def _map(num_bytes: int) -> Tensor:
-    """Memory that begins at a huge page and goes back to the system with the last tensor in it."""
-    try:
-        mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:  # an OverflowError is of more bytes than addresses reach
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise MemoryError(f"{num_bytes} bytes of memory on the CPU: {reason}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    return memory[-memory.data_ptr() % HUGE_PAGE_BYTES :][:num_bytes]
+def _take_shared(num_bytes: int) -> Tensor | None:
+    global _region
+    with _lock:
+        memory = None if _region is None else _region.take(num_bytes)
+        if memory is None:
+            _region = _Region(REGION_BYTES)
+            memory = _region.take(num_bytes)
+        return memory

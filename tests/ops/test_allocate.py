@@ -2,8 +2,11 @@
 are ever touched.
 """
 
+import copy
+import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -86,9 +89,24 @@ def test_small_tensors_share_huge_pages_and_do_not_overlap():
     for tensor in tensors:
         assert tensor.min() == tensor.max() < 8
         tensor.fill_(8)
-    num_pages = sum(-(-tensor.nbytes // 4096) for tensor in tensors)
-    num_regions = len({tensor.untyped_storage().data_ptr() for tensor in tensors})
-    assert num_regions <= num_pages * 4096 // (32 << 20) + 2
+    begins = sorted(tensor.data_ptr() for tensor in tensors)
+    size_at = {tensor.data_ptr(): -(-tensor.nbytes // 4096) * 4096 for tensor in tensors}
+    num_gaps = sum(begin + size_at[begin] != following for begin, following in pairwise(begins))
+    assert num_gaps <= sum(size_at.values()) // (32 << 20) + 2
+
+
+@pytest.mark.parametrize("shape", [(3, 1000), (2, 0)])
+def test_a_small_tensor_alone_is_shared_saved_and_copied(shape):
+    """Torch does so with whole storages: no tensor beside it moves, or is saved with it."""
+    before, tensor, behind = (empty_huge_pages(shape, torch.float32).fill_(i) for i in range(3))
+    places = before.data_ptr(), behind.data_ptr()
+    assert len(pickle.dumps(tensor)) < tensor.nbytes + 1000
+    assert copy.deepcopy(tensor).untyped_storage().nbytes() == tensor.nbytes
+    tensor.share_memory_()
+    assert not before.is_shared() and not behind.is_shared() and (before.data_ptr(), behind.data_ptr()) == places
+    later = empty_huge_pages(shape, torch.float32)
+    assert not later.is_shared()
+    assert [each.sum() for each in (before, tensor, behind, later)] == [i * tensor.numel() for i in (0, 1, 2, 0)]
 
 
 def test_what_does_not_fit_in_memory():
