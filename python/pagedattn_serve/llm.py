@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
+from threading import Lock, get_ident
 from typing import Any, TypeVar, cast
 
 from pagedattn_serve.config import check_int, check_text
@@ -42,13 +43,19 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model with its engine, `llm_engine`. The arguments are those of `EngineArgs`. Raises as `LLMEngine` does."""
+    """A model with its engine, `llm_engine`. The arguments are those of `EngineArgs`. Raises as `LLMEngine` does.
+
+    Calls from several threads wait for each other. Raises RuntimeError for a call from within a call, such as one by a
+    logits processor.
+    """
 
     @takes_options(EngineArgs)
     def __init__(self, args: EngineArgs) -> None:
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._num_requests = 0
         self._request_ids: list[str] = []  # of the current call
+        self._one_call = Lock()
+        self._caller: int | None = None  # the thread of the current call
 
     def get_tokenizer(self) -> Any | None:
         """The tokenizer from transformers; None if the model's directory has none."""
@@ -60,7 +67,9 @@ class LLM:
 
     def register_prefix(self, prefix: Prompt) -> int:
         """Compute and keep a prefix that many prompts begin with. Returns and raises as `LLMEngine.register_prefix`."""
-        num_tokens = self.llm_engine.register_prefix(prefix)
+        self._refuse_nested_call()
+        with self._one_call:
+            num_tokens = self.llm_engine.register_prefix(prefix)
         one_token = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         has_head = self.llm_engine.model_runner.model.head
         self._run([prefix], [one_token if has_head else PoolingParams()], [0], use_tqdm=False)
@@ -173,6 +182,21 @@ class LLM:
         return list(map(_score, of_firsts * times, of_seconds))
 
     def _run(
+        self,
+        requests: list[Prompt],
+        params: Sequence[SamplingParams | PoolingParams | None],
+        priorities: Sequence[int | None],
+        use_tqdm: bool | Callable[..., object],
+    ) -> list[RequestOutput]:
+        self._refuse_nested_call()
+        with self._one_call:
+            try:
+                self._caller = get_ident()
+                return self._run_alone(requests, params, priorities, use_tqdm)
+            finally:
+                self._caller = None
+
+    def _run_alone(
         self,
         requests: list[Prompt],
         params: Sequence[SamplingParams | PoolingParams | None],
@@ -345,6 +369,10 @@ class LLM:
         except (TypeError, ValueError) as error:
             self._request_ids.pop()  # if the id is taken, the request of that id has another caller
             raise with_place(error, place) from None
+
+    def _refuse_nested_call(self) -> None:
+        if self._caller == get_ident():
+            raise RuntimeError("LLM: expected a call after the end of the last one, got one from within a call")
 
     def _abort_all(self) -> None:
         """After an error or an interrupt, no request of the call stays behind."""

@@ -1,6 +1,7 @@
 """LLM.generate: what goes in, in which order it comes out, and that an error leaves nothing behind."""
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -232,6 +233,27 @@ def test_a_request_of_somebody_else_in_the_engine(llm: LLM, llama: Checkpoint) -
     params = [SamplingParams(temperature=0, max_tokens=length) for length in (3, 5, 10)]
     outputs = llm.generate(None, params, prompt_token_ids=llama.prompts[:3], use_tqdm=False)
     assert token_ids(outputs) == [full[:n] for full, n in zip(llama.expected, (3, 5, 10), strict=False)]
+
+
+def test_calls_of_several_threads_wait_for_each_other(llm: LLM, llama: Checkpoint) -> None:
+    def generate(i: int) -> list[int]:
+        [output] = llm.generate(None, GREEDY, prompt_token_ids=[llama.prompts[i % 8]], use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(generate, range(40))) == [llama.expected[i % 8][:10] for i in range(40)]
+    expect_empty(llm)
+
+
+def test_a_call_from_within_a_call(llm: LLM, llama: Checkpoint) -> None:
+    def nested(_: object, logits: torch.Tensor) -> torch.Tensor:
+        llm.generate(None, GREEDY, prompt_token_ids=[[1]], use_tqdm=False)
+        return logits
+
+    params = SamplingParams(max_tokens=2, logits_processors=[nested])
+    [output] = llm.generate(None, params, prompt_token_ids=[[1]], use_tqdm=False)
+    assert output.error is not None and "got one from within a call" in output.error
+    test_one_params_for_all_and_two_calls_in_a_row(llm, llama)
 
 
 # --- the arguments ---
