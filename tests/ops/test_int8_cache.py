@@ -222,7 +222,7 @@ def test_attention(device, data):
 
 
 @CPU
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 23])  # from 16 on the kernel takes them all together
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_each_row_has_a_scale_of_its_own(device, block_size, num_rows):
     """The rows that a kernel takes at once, as heads of a decode row and as rows of a chunk. Heads of which the last
@@ -291,13 +291,14 @@ def test_one_nan_stays_with_its_head(device, group_size, of_value):
 
 
 @CPU
-def test_large_queries_and_keys(device):
+@pytest.mark.parametrize("group_size", [1, 20])
+def test_large_queries_and_keys(device, group_size):
     """The largest sums of integers: 512 products of the largest codes do not overflow."""
-    arguments = make_arguments([(1, 128)], head_size=512, group_size=1)
+    arguments = make_arguments([(1, 128)], head_size=512, group_size=group_size)
     key = torch.full((128, 2, 512), 3e4)
     slots = reference.slots_of(arguments["block_tables"][0], 128, 16)
     OPS.reshape_and_cache(key, -key, arguments["key_cache"], arguments["value_cache"], slots, "int8")
-    arguments |= {"query": torch.full((1, 2, 512), -5.0), "scale": 1.0}
+    arguments |= {"query": torch.full((1, 2 * group_size, 512), -5.0), "scale": 1.0}
     out, lse = run(arguments)
     torch.testing.assert_close(out, torch.full_like(out, -3e4))
     torch.testing.assert_close(lse, torch.full_like(lse, -5.0 * 3e4 * 512 + math.log(128)))

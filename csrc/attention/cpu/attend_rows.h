@@ -51,7 +51,7 @@ struct RowArithmetic<Arithmetic::FLOATS, T> {
 
 template <>
 struct RowArithmetic<Arithmetic::INT8, int8> {
-  static constexpr bool MANY_ROWS = false;
+  static constexpr bool MANY_ROWS = !BY_DIGITS;
   using Dot = Int8Dot;
   using Strip = Int8Strip;
 };

@@ -65,7 +65,9 @@ struct Int8Dot {
   static constexpr bool INTEGER_SUMS = true;
   static constexpr int CHUNK_ELEMENTS = ELEMENTS_PER_CHUNK<int8>;
   static constexpr int PARTS = 2;
+  static constexpr int RUN = 8;                   // elements of a row in a 128-bit lane
   static constexpr int SUMS = BY_DIGITS ? 2 : 1;  // by digits, each part is the bytes, for a digit and a sum
+  static constexpr int COPIES = 1;                // of a query row
 
   struct Keys {
     Vec part[PARTS];

@@ -23,6 +23,8 @@ constexpr bool CONVERTS_FIRST = requires { typename Loader::Converted; };
 // Whether sums hold the bits of 32-bit integers, which are added without rounding.
 template <typename Products>
 constexpr bool INTEGER_SUMS = requires { Products::INTEGER_SUMS; };
+template <typename Products>
+using SumVec = std::conditional_t<INTEGER_SUMS<Products>, IntVec, Vec>;
 
 // Whether the integers of query rows and weights are multiplied digit by digit (int8_products.h).
 #if defined(__ARM_FEATURE_DOTPROD)

@@ -1,9 +1,9 @@
 // Attends to a tile of tokens with many query rows that share one KV head; for row_walk.h.
 //
 // attend_rows.h loads and converts keys and values anew for every few rows. Here some columns at a time are converted
-// once for all rows, to floats or to pairs of bfloat16. Columns are the keys of VEC_SIZE tokens, or VEC_SIZE elements
-// of the values. What is left is a product of matrices, in which columns are multiplied with the rows while the columns
-// are in the first-level cache.
+// once for all rows: to floats, or to pairs of bfloat16 or of 16-bit integers. Columns are the keys of VEC_SIZE tokens,
+// or VEC_SIZE elements of the values. What is left is a product of matrices, in which columns are multiplied with the
+// rows while the columns are in the first-level cache.
 //
 // Every sum has the same lanes, order and reduction as in attend_rows.h, so a result is the same to the last bit. Only
 // products with a weight of 0 are left out.
@@ -135,8 +135,9 @@ __attribute__((noinline)) void convert_values(const TileStrips<T, Strip, ELEMENT
 template <typename Products, int NUM_ROWS, int NUM_SETS, int COPIES, typename Finish>
 PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const Columns& columns, int64_t num_steps,
                                     const Finish& finish) {
-  Vec products[NUM_ROWS];
-  [[maybe_unused]] Vec pairs[NUM_ROWS];  // where there are four sets: the sum of the first two
+  using V = SumVec<Products>;
+  V products[NUM_ROWS];
+  [[maybe_unused]] V pairs[NUM_ROWS];  // where there are four sets: the sum of the first two
   PAGEDATTN_UNROLL
   for (int set = 0; set < NUM_SETS; ++set) {
     Vec sums[NUM_ROWS][PRODUCT_COLUMNS] = {};
@@ -150,14 +151,18 @@ PAGEDATTN_INLINE void multiply_rows(const float* rows, int64_t row_stride, const
       for (int i = 0; i < PRODUCT_COLUMNS; ++i) {
         const Vec column = in_register(load(of_columns + i * VEC_SIZE));
         PAGEDATTN_UNROLL
-        for (int r = 0; r < NUM_ROWS; ++r) sums[r][i] = Products::multiply_add(sums[r][i], column, of_row[r]);
+        for (int r = 0; r < NUM_ROWS; ++r) {
+          sums[r][i] = Products::multiply_add(sums[r][i], column, of_row[r]);
+          // GCC 12 would keep half of the sums in memory.
+          if constexpr (INTEGER_SUMS<Products>) sums[r][i] = in_register(sums[r][i]);
+        }
       }
       of_rows += NUM_SETS * LANE_FLOATS * COPIES;
       of_columns += PRODUCT_COLUMNS * VEC_SIZE;
     }
     PAGEDATTN_UNROLL
     for (int r = 0; r < NUM_ROWS; ++r) {
-      const Vec sum = sum_lanes(sums[r][0], sums[r][1], sums[r][2], sums[r][3]);
+      const V sum = sum_lanes((V)sums[r][0], (V)sums[r][1], (V)sums[r][2], (V)sums[r][3]);
       if (set == 2) pairs[r] = products[r];
       products[r] = set % 2 == 0 ? sum : products[r] + sum;
       if (set == 3) products[r] = pairs[r] + products[r];
@@ -194,7 +199,7 @@ PAGEDATTN_INLINE void multiply(const float* rows, int64_t row_stride, int64_t nu
                                const StepsOf& steps_of, const Finish& finish, const After& after) {
   const auto multiply_some = [&]<int NUM_ROWS>(int64_t row, int64_t num_steps) PAGEDATTN_ALWAYS_INLINE {
     multiply_rows<Products, NUM_ROWS, NUM_SETS, COPIES>(rows + row * row_stride, row_stride, columns, num_steps,
-                                                        [&](int r, Vec products)
+                                                        [&](int r, auto products)
                                                             PAGEDATTN_ALWAYS_INLINE { finish(row + r, products); });
   };
   for_rows(num_rows, steps_of, multiply_some, after);
@@ -233,33 +238,38 @@ __attribute__((noinline)) void compute_many_logits(const HeadTile<T, LAYOUT>& h,
     multiply<Dot, Dot::SUMS, Dot::COPIES>(
         many.rows[0].query, many.query_stride, many.num_rows, keys,
         [&](int64_t last) PAGEDATTN_ALWAYS_INLINE { return many.ends[last] > token ? keys.num_steps : 0; },
-        [&](int64_t r, Vec products)
-            PAGEDATTN_ALWAYS_INLINE { store(logits[r].at + token, products * h.params.logit_scale); },
+        [&](int64_t r, auto products) PAGEDATTN_ALWAYS_INLINE {
+          store(logits[r].at + token, logits_from<Dot>(h, many.rows[r], token, products));
+        },
         after);
   }
 }
 
 // As arrange_weights, but with each weight once, not once for each element of a strip.
-template <typename Strip, int ELEMENTS>
-void arrange_weights_once(TileLogits& weights) {
-  if constexpr (ELEMENTS == 1) return Strip::template arrange_weights<1>(weights.at, weights.at);
+template <typename Strip, int ELEMENTS, typename T>
+float arrange_weights_once(const HeadTile<T>& h, TileLogits& weights) {
   constexpr int RUN = VEC_SIZE / ELEMENTS;
   constexpr int NUM_RUNS = TILE_TOKENS * ELEMENTS / Strip::SIZE * Strip::PARTS;
   alignas(64) float arranged[NUM_RUNS * VEC_SIZE];
-  Strip::template arrange_weights<ELEMENTS>(weights.at, arranged);
+  const float scale = arrange_weights<Strip, ELEMENTS>(h, weights.at, arranged);
   for (int i = 0; i < NUM_RUNS; ++i)
     __builtin_memcpy(weights.at + i * RUN, arranged + i * VEC_SIZE, RUN * sizeof(float));
+  return scale;
 }
 
 template <typename Arithmetic, typename T, int ELEMENTS, typename After>
-__attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, const ManyRows& many,
-                                                      const TileLogits* weights, const After& after) {
+__attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, const ManyRows& many, TileLogits* weights,
+                                                      const After& after) {
   using Strip = typename Arithmetic::Strip;
+  [[maybe_unused]] float weight_scales[MOST_ROWS];
+  if constexpr (Strip::SIZE > VEC_SIZE) {
+    for (int64_t r = 0; r < many.num_rows; ++r) weight_scales[r] = arrange_weights_once<Strip, ELEMENTS>(h, weights[r]);
+  }
   alignas(64) float memory[VEC_SIZE * TILE_TOKENS];
   constexpr int TOKENS = Strip::SIZE / ELEMENTS;
   constexpr int WEIGHT_FLOATS = Strip::PARTS * VEC_SIZE / ELEMENTS;  // of a strip
   TileStrips<T, Strip, ELEMENTS> strips(h);
-  if (strips.has_hidden_tokens) strips.hide_tokens(h);
+  if (!INTEGER_SUMS<Strip> && strips.has_hidden_tokens) strips.hide_tokens(h);
   const Columns values{memory, (strips.end - strips.begin) * Strip::PARTS};
   for (int64_t d = 0; d < h.params.head_size; d += VEC_SIZE) {
     convert_values(strips, d, values);
@@ -267,9 +277,13 @@ __attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, cons
         weights[0].at + strips.begin * WEIGHT_FLOATS, TILE_TOKENS, many.num_rows, values,
         [&](int64_t last)
             PAGEDATTN_ALWAYS_INLINE { return ((many.ends[last] + TOKENS - 1) / TOKENS - strips.begin) * Strip::PARTS; },
-        [&](int64_t r, Vec products) PAGEDATTN_ALWAYS_INLINE {
+        [&](int64_t r, auto products) PAGEDATTN_ALWAYS_INLINE {
           float* values_of_row = many.rows[r].values + d;
-          store(values_of_row, load(values_of_row) + products);
+          if constexpr (INTEGER_SUMS<Strip>) {
+            store(values_of_row, load(values_of_row) + __builtin_convertvector(products, Vec) * weight_scales[r]);
+          } else {
+            store(values_of_row, load(values_of_row) + products);
+          }
         },
         after);
   }
@@ -326,12 +340,7 @@ void attend_many_rows(const HeadTile<T, LAYOUT>& h, const Row* rows, int64_t num
   } else {
     using Strip = typename Arithmetic::Strip;
     dispatch_strip_elements<Strip>(h.params.block_size, [&]<int ELEMENTS>() {
-      if constexpr (ELEMENTS <= NUM_LANES) {
-        if constexpr (Strip::SIZE > VEC_SIZE) {
-          for (int64_t r = 0; r < num_rows; ++r) arrange_weights_once<Strip, ELEMENTS>(logits[r]);
-        }
-        accumulate_many_values<Arithmetic, T, ELEMENTS>(h, many, logits, after);
-      }
+      if constexpr (ELEMENTS <= NUM_LANES) accumulate_many_values<Arithmetic, T, ELEMENTS>(h, many, logits, after);
     });
   }
 }

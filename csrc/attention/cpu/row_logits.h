@@ -77,7 +77,8 @@ struct Row {
 };
 
 // Puts a vector into the order of tokens. Its 128-bit lane l has token j * NUM_LANES + l as element j.
-PAGEDATTN_INLINE Vec in_token_order(Vec by_lane) {
+template <typename V>
+PAGEDATTN_INLINE V in_token_order(V by_lane) {
   return shuffle(by_lane, by_lane, [](int t) { return t % NUM_LANES * 4 + t / NUM_LANES; });
 }
 
@@ -105,6 +106,17 @@ __attribute__((noinline)) void convert_keys_first(const Chunks* first, int64_t s
       for (int j = 0; j < COUNT; ++j) convert(first[j] + i * step, converted[i * COUNT + j]);
     }
   });
+}
+
+// The logits of VEC_SIZE tokens, from `token` of the tile on: a row's products with their keys.
+template <typename Dot, typename T, CacheLayout LAYOUT>
+PAGEDATTN_INLINE Vec logits_from(const HeadTile<T, LAYOUT>& h, const Row& row, int token, SumVec<Dot> products) {
+  if constexpr (INTEGER_SUMS<Dot>) {
+    const float row_scale = Dot::row_scale(row.query, h.params.head_size) * h.params.logit_scale;
+    return __builtin_convertvector(products, Vec) * row_scale * h.load_scales(token, h.params.head_size);
+  } else {
+    return products * h.params.logit_scale;
+  }
 }
 
 // The logits of NUM_VECS * VEC_SIZE tokens, with the chunks of all of them side by side. In this struct, a key is a
@@ -222,25 +234,23 @@ struct KeyPasses {
     for (int64_t i = 0; i < NUM_BYTES; i += FETCH_BYTES) prefetcher.fetch();
   }
 
-  template <typename V = Vec>
-  static PAGEDATTN_INLINE V sum_keys(const Vec* of_vec) {
+  static PAGEDATTN_INLINE SumVec<Dot> sum_keys(const Vec* of_vec) {
+    using V = SumVec<Dot>;
     return sum_lanes((V)of_vec[0], (V)of_vec[NUM_VECS], (V)of_vec[2 * NUM_VECS], (V)of_vec[3 * NUM_VECS]);
   }
 
   // The logits of vector `v` of the tokens, which begins at `token` of the tile.
   static PAGEDATTN_INLINE Vec logits_of(const HeadTile<T, LAYOUT>& h, const Row& row,
                                         const Vec (&sums)[Dot::SUMS][NUM_KEYS], int v, int token) {
-    if constexpr (INTEGER_SUMS<Dot>) {
-      IntVec totals = sum_keys<IntVec>(sums[0] + v);
-      if constexpr (BY_DIGITS) totals = totals * 256 + sum_keys<IntVec>(sums[1] + v);
-      const Vec by_lane = __builtin_convertvector(totals, Vec);
-      const float row_scale = Dot::row_scale(row.query, h.params.head_size) * h.params.logit_scale;
-      return in_token_order(by_lane) * row_scale * h.load_scales(token, h.params.head_size);
-    } else {
-      Vec by_lane = sum_keys(sums[0] + v);
-      if constexpr (Dot::SUMS == 2) by_lane = add_neighbour_lanes(by_lane, sum_keys(sums[1] + v));
-      return in_token_order(by_lane) * h.params.logit_scale;
+    SumVec<Dot> by_lane = sum_keys(sums[0] + v);
+    if constexpr (Dot::SUMS == 2) {
+      if constexpr (INTEGER_SUMS<Dot>) {
+        by_lane = by_lane * 256 + sum_keys(sums[1] + v);
+      } else {
+        by_lane = add_neighbour_lanes(by_lane, sum_keys(sums[1] + v));
+      }
     }
+    return logits_from<Dot>(h, row, token, in_token_order(by_lane));
   }
 
   static PAGEDATTN_INLINE void store_logits(const HeadTile<T, LAYOUT>& h, const Row* rows, const Sums& sums,

@@ -240,8 +240,7 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
       sum_strips<T, Strip, NUM_ROWS, ELEMENTS, WHOLE>(h, weights, strips, d / ELEMENTS + first, num_strips - first,
                                                       sums[0] + first, ROW_STRIPS);
     }
-    using SumVec = std::conditional_t<INTEGER_SUMS<Strip>, IntVec, Vec>;
-    for (int i = 0; i < NUM_VECS; ++i) sum_runs<ELEMENTS, SumVec>(sums[i], totals + i * VEC_SIZE * ELEMENTS);
+    for (int i = 0; i < NUM_VECS; ++i) sum_runs<ELEMENTS, SumVec<Strip>>(sums[i], totals + i * VEC_SIZE * ELEMENTS);
     if (INTEGER_SUMS<Strip> || !strips.has_hidden_tokens || !has_nan(totals)) [[likely]]
       break;
     strips.hide_tokens(h);
@@ -274,18 +273,23 @@ PAGEDATTN_INLINE void accumulate_elements(const HeadTile<T>& h, const Row* rows,
   }
 }
 
+// Lays out the weights of a tile as the strips want them. Returns the scale of the weights, if they are integers.
+template <typename Strip, int ELEMENTS, typename T>
+float arrange_weights([[maybe_unused]] const HeadTile<T>& h, const float* by_token, float* arranged) {
+  if constexpr (INTEGER_SUMS<Strip>) {
+    return Strip::template arrange_weights<ELEMENTS>(h, by_token, arranged);
+  } else {
+    Strip::template arrange_weights<ELEMENTS>(by_token, arranged);
+    return 1.0f;
+  }
+}
+
 template <typename T, typename Strip, int NUM_ROWS, int ELEMENTS>
 void accumulate_values(const HeadTile<T>& h, const Row* rows, const TileLogits* weights) {
   constexpr int STEP = SUM_PASSES<NUM_ROWS> * STRIPS_BELOW<NUM_ROWS> * ELEMENTS;
   alignas(64) float arranged[NUM_ROWS][TILE_TOKENS * ELEMENTS];
   float scales[NUM_ROWS];
-  for (int r = 0; r < NUM_ROWS; ++r) {
-    if constexpr (INTEGER_SUMS<Strip>) {
-      scales[r] = Strip::template arrange_weights<ELEMENTS>(h, weights[r].at, arranged[r]);
-    } else {
-      Strip::template arrange_weights<ELEMENTS>(weights[r].at, arranged[r]);
-    }
-  }
+  for (int r = 0; r < NUM_ROWS; ++r) scales[r] = arrange_weights<Strip, ELEMENTS>(h, weights[r].at, arranged[r]);
   TileStrips<T, Strip, ELEMENTS> strips(h);
   int64_t d = 0;
   for (; d + STEP <= h.params.head_size; d += STEP) {
