@@ -63,6 +63,9 @@ class CPUGraph:
         Raises CaptureError, a RuntimeError, if a tensor is not on the CPU, or for an op that a replay could not repeat:
         its result is no tensor, as of `Tensor.item`; or the shape of its result depends on values, as of
         `torch.nonzero` or `x[mask]`; or it resizes memory. After any error within the context the graph is empty.
+
+        `Tensor.tolist`, `Tensor.numpy` and `torch.tensor` of tensors read memory past torch's dispatcher, so a capture
+        does not see them: replays go on with the values of the capture.
         """
         if self._capture is not None and self._capture.state in (_State.UNDER_WAY, _State.COMPLETE):
             raise RuntimeError(f"CPUGraph: expected a new graph, got one with a capture that is {self._capture.state}")

@@ -300,7 +300,7 @@ class InputProcessor:
         max_len = self._max_model_len
         if max_length is not None:
             max_len = min(max_len, max(max_length, num_prompt_tokens + 1))
-        room = max_len - num_prompt_tokens
+        room = max(max_len - num_prompt_tokens, 1)  # the scheduler refuses a prompt that leaves none
         eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
         special_stops = None
         if params.stop and self._token_names is not None:

@@ -14,6 +14,7 @@ from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.execution.sampler import SamplerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)
+BEAMS = SamplingParams(use_beam_search=True, n=2, temperature=0)
 
 
 @pytest.fixture
@@ -168,6 +169,7 @@ def test_progress_is_shown_if_asked_for(text_llm: LLM, capfd: pytest.CaptureFixt
         (dict(prompts=[], prompt_token_ids=[]), ValueError, "^prompts: expected either"),
         (dict(prompts=""), ValueError, "^prompt 1 of 1: expected 1 to 127 tokens .* got 0$"),
         (dict(prompts="b" * 500), ValueError, "^prompt 1 of 1: expected 1 to 127 tokens .* got 500$"),
+        (dict(prompts="b" * 500, sampling_params=BEAMS), ValueError, "^prompt 1 of 1: expected 1 to 127 .* got 500$"),
         # The last of several is wrong: those before it must not stay.
         (dict(prompts=["a", "b", ""]), ValueError, "^prompt 3 of 3: expected 1 to 127 tokens"),
         (dict(prompts=["a", "b", "b" * 500]), ValueError, "^prompt 3 of 3: expected 1 to 127 tokens"),
