@@ -75,6 +75,20 @@ OF_VARLEN: list[Wrong] = [
 ]
 
 
+# What is computed with a batch before an op sees the batch.
+NO_HEADS = torch.zeros(5, 2, 0, HEAD_SIZE)
+OF_VARLEN += [
+    (PAGED | {"seqused_k": indices(3, 3)} | extra | changes, message)
+    for extra in ({"seqused_q": indices(1, 1)}, {"k_descale": torch.ones(2, KV_HEADS) / torch.arange(1, 3)})
+    for changes, message in (
+        ({"block_table": indices(0, 3)}, r"block_table: expected 2 dimensions, got 1 \(shape \[2\]\)$"),
+        ({"block_table": [[0, 3], [1, 2]]}, "block_table: expected a torch.Tensor, got list$"),
+        ({"k": NO_HEADS, "v": NO_HEADS}, r"k: expected at least 1 KV head, got shape \[5, 2, 0, 16\]$"),
+    )
+]
+OF_VARLEN.append(({"seqused_q": [1, 1]}, "seqused_q: expected a torch.Tensor, got list$"))
+
+
 @pytest.mark.parametrize(("changes", "message"), OF_VARLEN, ids=ids(OF_VARLEN))
 def test_varlen(changes: Arguments, message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=f"^flash_attn_varlen_func: {message}"):
@@ -158,6 +172,7 @@ OF_PAGED: list[Wrong] = [
     ({"block_table": indices([8, 1], [0, 5])}, "block_table: expected blocks of 0 to 7, got 8 at sequence 0, entry 0$"),
     ({"block_table": indices([3, 1])}, r"block_table: expected shape \[2, \*\], got \[1, 2\]$"),
     ({"block_table": indices(3, 1)}, r"block_table: expected shape \[2, \*\], got \[2\]$"),
+    ({"block_table": [[3, 1], [0, 5]]}, "block_table: expected a torch.Tensor, got list$"),
     ({"k": torch.ones(3, 1, KV_HEADS, HEAD_SIZE)}, "k: expected 2 sequences, as q has, got 3$"),
     ({"k": torch.ones(2, 1, 1, HEAD_SIZE)}, r"k: expected shape \[2, 1, 2, 16\], got \[2, 1, 1, 16\]$"),
     ({"v_cache": torch.ones(8, 4, KV_HEADS, 13)}, "v: expected heads of 13 elements, as in v_cache, got 16$"),

@@ -363,6 +363,20 @@ def test_append_behind_padding_to_sequences_apart() -> None:
     assert_same_bits(dense, unpadded)
 
 
+@pytest.mark.parametrize("shape", [(1, KV_HEADS, 9, 16), (9, KV_HEADS, 1, 16)], ids=["sequence", "pages of a token"])
+def test_append_behind_padding_where_heads_come_first(shape: tuple[int, ...]) -> None:
+    """With one page, or pages of one token, one of the two strides means nothing. It must not look like that of a cache
+    that was copied, and is to be copied back."""
+    q, k, v = torch.randn(1, 1, HEADS, 16), *torch.randn(2, 1, 1, KV_HEADS, 16)
+    step: dict[str, Any] = {"k": k, "v": v, "cache_seqlens": torch.tensor([5]), "cache_leftpad": torch.tensor([2])}
+    step["block_table"] = None if shape[0] == 1 else torch.arange(9)[None]
+    caches = torch.randn(2, *shape).transpose(2, 3)
+    tokens_first = caches.contiguous()
+    expected = flash_attn_with_kvcache(q, *tokens_first, **step)
+    assert_close_to_reference(flash_attn_with_kvcache(q, *caches, **step), expected)
+    assert_same_bits(caches, tokens_first)
+
+
 def test_rotation_with_scales_by_head() -> None:
     """Of an fp8 cache, where queries and new keys become fp32 and the cosines are of their 16 bits."""
     q, k, v = torch.randn(2, 1, HEADS, 16).half(), *torch.randn(2, 2, 1, KV_HEADS, 16).half()

@@ -164,6 +164,11 @@ def test_combine_of_flash_attention_3() -> None:
         flash_attn_interface.flash_attn_combine(
             out_partial, lse_partial.transpose(-1, -2), torch.empty(2, 1, HEADS, 16)
         )
+    lse_partial[1, 0] = torch.nan
+    merged = flash_attn_interface.flash_attn_combine(out_partial, lse_partial.transpose(-1, -2))
+    for result, right in zip(merged, (out, lse), strict=True):
+        assert result[0].isnan().all()
+        assert_same_bits(result[1], right[1])
 
 
 def test_packed_of_flash_attention_3() -> None:
@@ -227,6 +232,8 @@ def test_fork_of_vllm() -> None:
     assert_close_to_reference(lse, expected[1].T)
     with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: cp_world_size: expected 1, got 2"):
         vllm_flash_attn.flash_attn_varlen_func(*tensors, 3, starts([3, 1]), 5, starts([5, 4]), cp_world_size=2)
+    with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: window_size: expected \(left, right\), got \[5\]$"):
+        vllm_flash_attn.flash_attn_varlen_func(*tensors, 3, starts([3, 1]), 5, starts([5, 4]), window_size=[5])
 
 
 # ---- what libraries import first -------------------------------------------------------------------------------------

@@ -343,16 +343,17 @@ INF = math.inf
         ([-INF, 1.5], [0, 1], 1.5),
         ([INF, -INF], [0, 0], -INF),
         ([INF, INF], [0, 0], -INF),
+        ([math.nan, 1.5], [math.nan, math.nan], math.nan),
     ],
 )
 def test_merges_of_large_and_infinite_lses(lses: list[float], shares: list[float], merged: float) -> None:
-    """The numbers that a change of base rounds, and empty sets of either sign."""
+    """The numbers that a change of base rounds, and empty sets of either sign. NaN is not hidden."""
     v, s = torch.randn(1, 2, HEADS, HEAD_SIZE), torch.tensor(lses)[None, :, None].expand(1, 2, HEADS).contiguous()
-    v[s.isinf()] = 0
     expected = (v.double() * torch.tensor(shares, dtype=torch.float64)[:, None, None]).sum(1)
+    v[s.isinf()] = math.nan  # of an empty set
     for out, lse in (flashinfer.merge_states(v, s), flashinfer.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])):
-        assert_close_to_reference(out, expected)
-        torch.testing.assert_close(lse, torch.full((1, HEADS), merged), rtol=1e-6, atol=0)
+        torch.testing.assert_close(out, expected.float(), equal_nan=True)
+        torch.testing.assert_close(lse, torch.full((1, HEADS), merged), rtol=1e-6, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,8 @@ def test_refused_rope(name: str, changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND", "MLA"])
 def test_rope_into_fp8_pages(layout: str, fp8: torch.dtype) -> None:
     """Queries and keys, rotated in their first part, and values, each times its scale; padding is skipped."""
-    is_mla, rope_dim, rest, page_size = layout == "MLA", 32, 64, 4
+    is_mla, page_size = layout == "MLA", 4
+    rope_dim, rest = (16, 64) if is_mla else (32, 64)
     q, k = torch.randn(5, HEADS, rope_dim + rest).half(), torch.randn(5, KV_HEADS, rope_dim + rest).half()
     v, cache = torch.randn(5, KV_HEADS, rope_dim + rest).half(), torch.randn(9, rope_dim)
     if is_mla:
@@ -257,6 +258,10 @@ def test_rope_into_fp8_pages(layout: str, fp8: torch.dtype) -> None:
         ({"pos_ids": POSITIONS}, r"pos_ids: expected 0 to 8 \(the rows of cos_sin_cache\), got 1000 at token 2"),
         ({"q_rope_out": torch.empty(5, 1, 16).to(torch.float8_e5m2)}, r"q_rope_out: expected \[5, 3, 16\] of torch.fl"),
         ({"k_rope": torch.randn(4, 2, 16)}, r"k_rope: expected shape \[5, \*, 16\], got \[4, 2, 16\]"),
+        ({"k_rope": torch.randn(5)}, r"k_rope: expected 2 or 3 dimensions, got shape \[5\]"),
+        ({"q_nope": torch.randn(5, 2, 16)}, r"q_nope: expected shape \[5, 3, \*\], got \[5, 2, 16\]"),
+        ({"k_nope": torch.randn(5, 3, 16)}, r"k_nope: expected shape \[5, 2, \*\], got \[5, 3, 16\]"),
+        ({"quant_scale_kv": "x"}, "quant_scale_kv: expected a number, got str"),
     ],
 )
 def test_refused_rope_into_fp8(changes: dict[str, Any], message: str) -> None:
@@ -265,6 +270,66 @@ def test_refused_rope_into_fp8(changes: dict[str, Any], message: str) -> None:
     arguments |= {"pos_ids": POSITIONS % 9}
     with pytest.raises((ValueError, TypeError), match=f"^rope_quantize_fp8: {message}"):
         flashinfer.rope_quantize_fp8(**arguments | changes)
+
+
+def fp8(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float8_e4m3fn)
+
+
+OF_HEADS = {"k_rope": torch.ones(3, 2, 16), "k_nope": torch.ones(3, 2, 32), "v": torch.ones(3, 2, 48)}
+LATENT = {"k_rope": torch.ones(3, 16), "k_nope": torch.ones(3, 32), "v": None}
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "message"),
+    [
+        (OF_HEADS, {"k_rope": torch.ones(3, 2, 8)}, "paged_kv_cache: expected shape .* 2, 40.*, got .* 2, 48"),
+        (OF_HEADS, {"k_rope": torch.ones(2, 2, 16)}, r"k_nope: expected shape \[2, 2, \*\], got \[3, 2, 32\]"),
+        (OF_HEADS, {"k_nope": torch.ones(3, 1, 32)}, r"k_nope: expected shape \[3, 2, \*\], got \[3, 1, 32\]"),
+        (OF_HEADS, {"k_nope": torch.ones(3, 2, 24)}, "paged_kv_cache: expected shape .* 2, 40.*, got .* 2, 48"),
+        (OF_HEADS, {"q_nope": torch.ones(3, 3, 32)}, r"q_nope: expected shape \[3, 4, \*\], got \[3, 3, 32\]"),
+        (OF_HEADS, {"v": torch.ones(3, 2, 32)}, r"v: expected shape \[3, 2, 48\], got \[3, 2, 32\]"),
+        (OF_HEADS, {"v": torch.ones(2, 2, 48)}, r"v: expected shape \[3, 2, 48\], got \[2, 2, 48\]"),
+        (OF_HEADS, {"quant_scale_q": "x"}, "quant_scale_q: expected a number, got str"),
+        (OF_HEADS, {"q_nope_out": fp8(1, 1, 32).expand(3, 4, 32)}, "q_nope_out: expected memory for each element"),
+        (
+            OF_HEADS,
+            {"k_nope": None, "v": OF_HEADS["k_rope"][..., :8], "k_rope": OF_HEADS["k_rope"][..., :8]}
+            | {"q_rope": torch.ones(3, 4, 8), "cos_sin_cache": torch.ones(9, 8), "q_rope_out": fp8(3, 4, 8)}
+            | {"paged_kv_cache": (fp8(2, 4, 2, 8), fp8(2, 4, 2, 8))},
+            "paged_kv_cache: expected heads of a multiple of 16 elements of torch.float8_e4m3fn, got 8",
+        ),
+        (LATENT, {"k_rope": torch.ones(3, 8)}, "paged_kv_cache: expected shape .* 4, 8.* of .*, got .* 4, 16.* of"),
+        (LATENT, {"k_nope": torch.ones(2, 32)}, r"k_nope: expected shape \[3, \*\], got \[2, 32\]"),
+        (
+            LATENT,
+            {"paged_kv_cache": (fp8(2, 4, 32), fp8(2, 4, 32))},
+            "paged_kv_cache: expected shape .* 4, 16.* of .*, got .* 4, 32.* of",
+        ),
+        (
+            LATENT,
+            {"paged_kv_cache": (fp8(2, 4, 32), fp8(2, 4, 32)[..., ::2])},
+            "paged_kv_cache: expected rows of an even number of elements, side by side, got shape .* strides",
+        ),
+        (LATENT, {"paged_kv_cache": fp8(3, 4, 32)}, r"paged_kv_cache: expected shape \[num_pages, 2, ...\] or a pair"),
+        (LATENT, {"paged_kv_cache": (fp8(2, 4, 32), fp8(2, 4, 16).to("meta"))}, "paged_kv_cache: .* cpu, got .* meta"),
+        (LATENT, {"positions": torch.arange(2)}, "positions: expected 3 elements, got 2"),
+        (LATENT, {"positions": torch.arange(3) + 2}, "positions: expected 0 or more, and room"),
+        (LATENT, {"v": OF_HEADS["v"]}, "v: expected None for keys without heads, got a tensor"),
+    ],
+)
+def test_refused_rope_into_fp8_pages(keys: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    """Neither pages nor memory for queries are written before the error."""
+    pages = (fp8(2, 4, 2, 48), fp8(2, 4, 2, 48)) if keys is OF_HEADS else (fp8(2, 4, 32), fp8(2, 4, 16))
+    arguments: dict[str, Any] = {"q_rope": torch.ones(3, 4, 16), "q_nope": torch.ones(3, 4, 32)}
+    arguments |= {"cos_sin_cache": torch.ones(9, 16), "pos_ids": torch.arange(3), "paged_kv_cache": pages}
+    arguments |= {"kv_indices": torch.tensor([1]), "kv_indptr": torch.tensor([0, 1]), "page_size": 4}
+    arguments |= {"batch_indices": torch.zeros(3).long(), "positions": torch.arange(3)}
+    arguments |= {"q_rope_out": fp8(3, 4, 16), "q_nope_out": fp8(3, 4, 32)} | keys | changes
+    with pytest.raises((ValueError, TypeError), match=f"^rope_quantize_fp8_append_paged_kv_cache: {message}"):
+        flashinfer.rope_quantize_fp8_append_paged_kv_cache(**arguments)
+    for memory in (*arguments["paged_kv_cache"], arguments["q_rope_out"], arguments["q_nope_out"]):
+        assert memory.is_meta or not memory.float().any()
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
@@ -325,14 +390,18 @@ FP8 = torch.empty(3, 8, dtype=torch.float8_e4m3fn)
         ("layernorm", (X, WEIGHT, WEIGHT[:4]), r"beta: expected shape \[8\], got \[4\]"),
         ("rmsnorm_quant", (FP8, X, WEIGHT, True), "scale: expected a number, got True"),
         ("rmsnorm_quant", (FP8, X, WEIGHT, WEIGHT), r"scale: expected one element, got shape \[8\]"),
+        ("fused_add_rmsnorm_quant", (FP8, X, X, WEIGHT, "x"), "scale: expected a number, got str"),
+        ("fused_add_rmsnorm_quant", (FP8, X, X, WEIGHT, None), "scale: expected a number, got NoneType"),
         ("rmsnorm_quant", (FP8[:1], X, WEIGHT, 1.0), r"out: expected shape \[3, 8\], as input, got \[1, 8\]"),
         ("fused_add_rmsnorm_quant", (X, X, X, WEIGHT, 1.0), "out: expected dtype float8_e4m3fn or float8_e5m2, got"),
         ("fused_add_rmsnorm_quant", (FP8, X, X[:1], WEIGHT, 1.0), r"residual: expected \[3, 8\] of .*, got \[1, 8\]"),
     ],
 )
 def test_refused_norms(name: str, arguments: tuple[Any, ...], message: str) -> None:
+    before = X.clone()
     with pytest.raises((ValueError, TypeError), match=f"^{name}: {message}"):
         getattr(flashinfer, name)(*arguments)
+    assert_same_bits(X, before)
 
 
 # ---- signatures ------------------------------------------------------------------------------------------------------

@@ -109,6 +109,11 @@ def test_append_paged_mla_kv_cache() -> None:
         with pytest.raises(TypeError, match=rf"^append_paged_kv_cache: kv_last_page_len: expected .+, got {got}"):
             keys = torch.zeros(8, 2, 4, 1, 24)
             flashinfer.append_paged_kv_cache(ckv[:, None], ckv[:, None], sequences, positions, keys, *pages[:2], wrong)
+    wide = torch.tensor([1, 2**32 + 3])  # as int32 they fit
+    with pytest.raises(ValueError, match=r"^append_paged_mla_kv_cache: kv_last_page_len: expected 1 to 4 .*, got 429"):
+        flashinfer.append_paged_mla_kv_cache(ckv, kpe, sequences, positions, *caches, *pages[:2], wide)
+    with pytest.raises(ValueError, match=r"^append_paged_kv_cache: kv_last_page_len: expected 1 to 4 .*, got 429496"):
+        flashinfer.append_paged_kv_cache(ckv[:, None], ckv[:, None], sequences, positions, keys, *pages[:2], wide)
     assert_same_bits(ckv_cache, expected_ckv)
     assert_same_bits(kpe_cache, expected_kpe)
 

@@ -90,6 +90,12 @@ def test_pages_of_a_token_start_where_the_scores_start() -> None:
         assert slots[row].tolist() == [int(table[row, start + p]) if p >= 0 else -1 for p in places]
 
 
+def test_scores_that_differ_in_fp64_alone() -> None:
+    scores = torch.tensor([[1, 1 + 2**-40, -torch.inf]], dtype=torch.float64)
+    assert flashinfer.top_k_ragged_transform(scores, int32(0), int32(3), 1, tie_break=1).tolist() == [[1]]
+    assert flashinfer.top_k_ragged_transform(scores, int32(0), int32(3), 3).tolist() == [[0, 1, 2]]
+
+
 def test_more_than_there_are() -> None:
     assert flashinfer.top_k_ragged_transform(torch.zeros(1, 2), int32(5), int32(2), 4).tolist() == [[5, 6, -1, -1]]
     assert flashinfer.top_k_page_table_transform(torch.zeros(1, 2), int32([]), int32(0), 2).tolist() == [[-1, -1]]

@@ -209,6 +209,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"out": torch.zeros(1)}, r"out: expected shape \[2, 4, 16\], got \[1\]"),
     ({"seq_lens": LENS + 2}, "seq_lens: expected 0 to 8"),
     ({"block_tables": TABLES + 3}, "block_tables: expected .* got 8"),
+    (
+        {"kv_cache": CACHE[:, 0, :1]},
+        r"kv_cache: expected shape \[num_pages, 2, \.\.\.\] or a pair of tensors, got shape \[",
+    ),
     ({"kv_cache": CACHE[..., :8]}, "query: expected shape .*8.*, got"),
 ]
 

@@ -139,11 +139,12 @@ def test_reshape_and_cache(layout: str) -> None:
 
 
 def test_fp8_scales() -> None:
-    """A float, as in older vLLM, divides what is stored."""
+    """A float, as in older vLLM, divides what is stored, wherever new tensors are made."""
     cache = torch.zeros(2, NUM_BLOCKS, KV_HEADS, 1, BLOCK_SIZE, 16, dtype=torch.uint8)
     key_cache, value_cache = cache[0], cache[1].view(NUM_BLOCKS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE)
-    key, value = torch.randn(2, 1, KV_HEADS, HEAD_SIZE)
-    vllm_ops.reshape_and_cache(key, value, key_cache, value_cache, torch.tensor([0]), "fp8", 0.5, 0.25)
+    (key, value), slots = torch.randn(2, 1, KV_HEADS, HEAD_SIZE), torch.tensor([0])
+    with torch.device("meta"):
+        vllm_ops.reshape_and_cache(key, value, key_cache, value_cache, slots, "fp8", 0.5, 0.25)
     assert_same_bits(key_cache[0, :, 0, 0].view(torch.float8_e4m3fn), (key[0] / 0.5).to(torch.float8_e4m3fn))
     assert_same_bits(value_cache[0, ..., 0].view(torch.float8_e4m3fn), (value[0] / 0.25).to(torch.float8_e4m3fn))
 
@@ -389,6 +390,7 @@ def test_rope_of_the_rest_of_a_head(is_neox: bool, flat: bool) -> None:
     vllm_ops.rotary_embedding(positions, *rotated, HEAD_SIZE, cache, is_neox, rope_dim_offset=6, inverse=True)
     for result, before in zip(rotated, heads, strict=True):
         assert (result.view(before.shape) - before).abs().max() < 1e-5
+    vllm_ops.rotary_embedding(positions[:0], *(each[:0] for each in rotated), HEAD_SIZE, cache, is_neox, 6)
 
 
 def test_norms_without_weight() -> None:
@@ -503,10 +505,14 @@ def test_refused() -> None:
         ({"rope_dim_offset": 9}, "rope_dim_offset: expected 0 to 8, what head_size 16 leaves of the 8 el.*, got 9"),
         ({"rope_dim_offset": -1}, "rope_dim_offset: expected 0 to 8, what head_size 16 leaves of the 8 el.*, got -1"),
         ({"inverse": True}, r"positions: expected 0 to 7 \(the rows of cos_sin_cache\), got 1 to 8"),
+        ({"inverse": True, "positions": torch.ones(3)}, "positions: expected dtype int32 or int64, got float32$"),
+        ({"inverse": True, "positions": [1, 1, 1]}, "positions: expected a torch.Tensor, got list$"),
+        ({"rope_dim_offset": 2, "positions": [1, 1, 1]}, "positions: expected a torch.Tensor, got list$"),
     ):
         query = batch.query.flatten(1)
-        with pytest.raises(ValueError, match=f"^rotary_embedding: {message}"):
-            vllm_ops.rotary_embedding(torch.tensor([1, 8, 2]), query, None, 16, cache, True, **changes)
+        rotary = {"positions": torch.tensor([1, 8, 2]), "query": query, "key": None, "head_size": 16}
+        with pytest.raises((ValueError, TypeError), match=f"^rotary_embedding: {message}"):
+            vllm_ops.rotary_embedding(**rotary | changes, cos_sin_cache=cache, is_neox=True)
     with pytest.raises(ValueError, match=r"^merge_attn_states: output_scale: expected None, got a tensor$"):
         vllm_ops.merge_attn_states(out, out, out, out, out, output_scale=torch.ones(1))
 

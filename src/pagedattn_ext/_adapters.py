@@ -4,6 +4,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, wraps
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -106,7 +107,8 @@ def _in_terms_of(function: Callable[..., Any], names: Mapping[str, str], message
 
 def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor | None) -> Tensor | None:
     """The scale of a cache as the ops take it, fp32 of one element; None for 1. A tensor may be one element expanded to
-    any shape (a scale for each sequence and head, all the same)."""
+    any shape (a scale for each sequence and head, all the same). A number becomes a tensor on the CPU, where the ops
+    take scales, whatever device the other tensors are on."""
     if scale is None or (isinstance(scale, float) and scale == 1):
         return None
     if isinstance(scale, Tensor) and scale.dtype == torch.float32 and scale.numel() == 1:
@@ -115,13 +117,25 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
     if not isinstance(scale, Tensor):
         if not isinstance(scale, (int, float)):
             raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}")
-        return torch.tensor([scale], dtype=torch.float32)
+        return torch.tensor([scale], dtype=torch.float32, device="cpu")
     if not is_one_scale(scale):
         raise ValueError(
             f"{function.__qualname__}: {name}: expected a scale for the whole cache (a float, or a tensor of one "
             f"element, expanded or not), got shape {list(scale.shape)}"
         )
     return scale[(0,) * scale.dim()].float().reshape(1)
+
+
+def check_scales(function: Callable[..., Any], **scales: float | Tensor) -> None:
+    """Numbers, or tensors of one element."""
+    refuse_bools(function, **scales)
+    for name, scale in scales.items():
+        if isinstance(scale, Tensor):
+            if scale.numel() != 1:
+                got = list(scale.shape)
+                raise ValueError(f"{function.__qualname__}: {name}: expected one element, got shape {got}")
+        elif not isinstance(scale, Real):
+            raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}")
 
 
 def packed_heads(tensor: Tensor) -> Tensor:

@@ -194,8 +194,8 @@ def flash_attn_combine(
         raise ValueError(f"{function.__name__}: lse_partial: expected shape {expected}, got {got}")
     natural = lse_partial.float()
     lse = natural.logsumexp(0)
-    weights = torch.where(natural > -torch.inf, (natural - lse).exp(), 0)[..., None]
-    combined = torch.where(weights > 0, weights * out_partial, 0).sum(0).to(out_dtype or out_partial.dtype)
+    weights = torch.where(natural == -torch.inf, 0, (natural - lse).exp())[..., None]
+    combined = torch.where(weights == 0, 0, weights * out_partial).sum(0).to(out_dtype or out_partial.dtype)
     check_result(function, "out", out, combined)
     return (combined if out is None else out.copy_(combined)), lse
 

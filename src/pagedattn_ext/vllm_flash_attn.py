@@ -82,7 +82,7 @@ def flash_attn_varlen_func(
     return flash_attn.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
-        window_size=(-1, -1) if window_size is None else (window_size[0], window_size[1]), softcap=softcap,
+        window_size=(-1, -1) if window_size is None else window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, block_table=block_table, seqused_k=seqused_k, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, s_aux=s_aux, return_softmax_lse=return_softmax_lse, out=out,
     )  # fmt: skip

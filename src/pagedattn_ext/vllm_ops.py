@@ -21,8 +21,8 @@ from torch import Tensor
 
 from . import ops
 from ._adapters import expect_defaults, packed_heads, refuse_bools, scale_tensor
-from ._index_checks import check_result
-from .ops._call import call, to_int
+from ._index_checks import check_indices, check_result
+from .ops._call import call, check_tensors, to_int
 from .vllm_cpu_attention import (
     cpu_attention_with_kv_cache,
     cpu_attn_get_scheduler_metadata,
@@ -367,6 +367,8 @@ def rotary_embedding(
     inverse: bool = False,
 ) -> None:
     """`ops.rotary_embedding` of the rot_dim elements of each head from rope_dim_offset on; with inverse, back."""
+    if rope_dim_offset != 0 or inverse:
+        check_tensors("rotary_embedding", positions=positions, query=query, cos_sin_cache=cos_sin_cache)
     if rope_dim_offset != 0:
         largest = head_size - cos_sin_cache.shape[1]
         if not 0 <= rope_dim_offset <= largest:
@@ -449,12 +451,13 @@ def _rest_of_heads(argument: str, tensor: Tensor, positions: Tensor, head_size: 
         if tensor.shape[-1] % head_size:
             expected = f"a last dimension that is a multiple of head_size {head_size}"
             raise ValueError(f"rotary_embedding: {argument}: expected {expected}, got shape {list(tensor.shape)}")
-        tensor = tensor.view(*tensor.shape[:-1], -1, head_size)
+        tensor = tensor.view(*tensor.shape[:-1], tensor.shape[-1] // head_size, head_size)
     return tensor[..., first:]
 
 
 def _inverse(positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
     """(positions, cos_sin_cache) of the inverse rotation: a row of the cache for each position, its sines negated."""
+    check_indices(rotary_embedding, "positions", positions.flatten())
     try:
         rows = cos_sin_cache.index_select(0, positions.flatten())
     except IndexError:

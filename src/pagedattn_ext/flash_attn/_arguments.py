@@ -1,6 +1,6 @@
 """What flash-attn's arguments and results are in the terms of the ops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from ..ops._call import check_bool, check_rank, check_tensors, refuse_bools, to_int
 from ._attend import FP8
 
-WindowSize = tuple[int | None, int | None]  # (left, right), inclusive; None or less than 0 is no window
+WindowSize = Sequence[int | None]  # (left, right), inclusive; None or less than 0 is no window
 
 # What flash-attn calls the arguments of the ops.
 NAMES = {"query": "q", "key": "k", "value": "v", "scale": "softmax_scale", "k_scale": "k_descale"}

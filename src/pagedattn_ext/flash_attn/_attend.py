@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from .._adapters import is_one_scale, refuse_bools, scale_tensor, sequences_of_rows
 from .._index_checks import values_are_checked
-from ..ops._call import call, given
+from ..ops._call import call, check_rank, check_tensors, given
 
 Function = Callable[..., Any]
 Keys = tuple[Tensor, Tensor, Tensor, Tensor]  # key_cache, value_cache, block_tables, seq_lens
@@ -108,6 +108,10 @@ def attend_ragged(
 def _check_batch(query: Tensor, keys: Keys, starts: Tensor | None) -> None:
     """What the op would check, for what computes with the batch before the op sees it."""
     key_cache, _, block_tables, seq_lens = keys
+    check_tensors("paged_attention", block_tables=block_tables)
+    check_rank("paged_attention", "block_tables", block_tables, 2)
+    if key_cache.shape[2] == 0:
+        raise ValueError(f"paged_attention: key_cache: expected at least 1 KV head, got shape {list(key_cache.shape)}")
     num_seqs, num_slots = block_tables.shape[0], block_tables.shape[1] * key_cache.shape[1]
     if seq_lens.shape != (num_seqs,) or (
         values_are_checked(seq_lens) and not ((seq_lens >= 0) & (seq_lens <= num_slots)).all()
@@ -280,6 +284,7 @@ def _of_used_rows(
     if starts is None:
         starts = torch.arange(num_rows + 1, device=query.device)
     room = starts.diff()
+    check_tensors(function.__name__, seqused_q=used)
     if used.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{function.__name__}: seqused_q: expected dtype int32 or int64, got {used.dtype}")
     if used.shape != room.shape or (values_are_checked(used) and not ((used >= 0) & (used <= room)).all()):

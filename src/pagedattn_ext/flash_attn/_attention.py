@@ -297,6 +297,7 @@ def flash_attn_with_kvcache(
         names = OF_CACHES if page_table is None else OF_PAGE_TABLES
         if cache_batch_idx is not None:
             block_table = _rows_of_table(function, names["block_tables"], block_table, cache_batch_idx, num_seqs)
+        check_tensors(function.__name__, **{names["block_tables"]: block_table})
         if block_table.dim() != 2 or block_table.shape[0] != num_seqs:
             expected, got_shape = f"expected shape [{num_seqs}, *]", list(block_table.shape)
             raise ValueError(f"{function.__name__}: {names['block_tables']}: {expected}, got {got_shape}")
@@ -396,7 +397,8 @@ def _attend_behind_padding(
     seq_lens = cache_seqlens
     if new is not None:
         seq_lens = seq_lens + (1 if new.starts is None else new.starts.diff())
-    # Tokens are pages. A copy, as of sequences that do not lie side by side, is copied back.
+    # Tokens are pages. A copy, as of sequences that do not lie side by side, is copied back. The strides say what is a
+    # copy, because torch.compile knows no addresses. One page, or pages of one token, are no copy, whatever they say.
     caches = k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
     sequences = torch.arange(num_seqs, device=query.device)
     first = sequences * num_slots
@@ -412,9 +414,10 @@ def _attend_behind_padding(
     if "rotary_cos" in options:  # positions count the padding
         options = {"rotary_lens": cache_seqlens, **options}
     result = attend_pages(function, query, keys, starts, options, extras, new)
-    for cache, tokens in zip((k_cache, v_cache), caches, strict=True):
-        if new is not None and cache.stride(0) != page_size * cache.stride(1):
-            cache.copy_(tokens.view_as(cache))
+    if new is not None and num_blocks > 1 and page_size > 1:
+        for cache, tokens in zip((k_cache, v_cache), caches, strict=True):
+            if cache.stride(0) != page_size * cache.stride(1):
+                cache.copy_(tokens.view_as(cache))
     return result
 
 

@@ -338,7 +338,7 @@ def _attend(
     check_layout(function, kv_layout)
     if isinstance(kv_cache, Tensor) and kv_cache.dim() == 5 and kv_cache.shape[1] == 1:
         kv_cache = kv_cache[:, 0], kv_cache[:, 0]
-    key_cache, value_cache = pages_of(kv_cache, kv_layout)
+    key_cache, value_cache = pages_of(function, "kv_cache", kv_cache, kv_layout)
     options = given({"sliding_window": window_of(window_left), "query_start_loc": starts, "sinks": sinks})
     rows = with_dense_heads(query)
 

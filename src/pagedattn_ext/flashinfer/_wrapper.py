@@ -187,7 +187,7 @@ class PagedWrapper(Wrapper):
         sinks: Tensor | None,
         results: dict[str, Any],  # arguments of `results_of`
     ) -> Any:
-        key_cache, value_cache = pages_of(paged_kv_cache, self._kv_layout)
+        key_cache, value_cache = pages_of(function, "paged_kv_cache", paged_kv_cache, self._kv_layout)
         plan.check_tensors(function, q=q, keys=key_cache, values=value_cache)
         q_scale, k_scale, v_scale = scales
         options = plan.options(function, q_scale, k_scale, sinks, q.device)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as
+from .._adapters import call_as, check_shape
+from ..ops._call import check_rank, check_tensors
 from ._plan import Dtype, refusal
 from .decode import BatchDecodeWithPagedKVCacheWrapper
 from .page import PagedCache
@@ -49,13 +50,17 @@ def _merged(function: Callable[..., Any], **states: Tensor) -> tuple[Tensor, Ten
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """`merge_state` of any number of states: v [seq_len, num_states, num_heads, head_dim], s [seq_len, num_states,
     num_heads]."""
+    check_tensors("merge_states", v=v, s=s)
+    check_rank("merge_states", "v", v, 4)
+    check_shape(merge_states, "s", s, v.shape[:-1])
     # One empty state more, for no states at all.
     s = torch.nn.functional.pad(_of_empty_sets(s), (0, 0, 0, 1), value=-math.inf)
     base = _base(s.amax(1))
     weights = (s - base[:, None]).exp2()
     total = weights.sum(1)
-    shares = torch.where(total[:, None] > 0, weights / total[:, None], 0)[:, :-1, :, None]
-    return (shares * v).sum(1).to(v.dtype), total.log2() + base
+    shares = torch.where(weights == 0, 0, weights / total[:, None])[:, :-1, :, None]
+    of_empty_sets = s[:, :-1, :, None] == -math.inf
+    return torch.where(of_empty_sets, 0, shares * v).sum(1).to(v.dtype), total.log2() + base
 
 
 # Of an argument of the prefill wrapper, the argument with one for each level.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, refuse_bools
+from .._adapters import call_as, check_scales
 
 NAMES = {"epsilon": "eps"}
 NAMES_OF_LAYERS = NAMES | {"weight": "gemma", "bias": "beta"}
@@ -95,9 +95,7 @@ def _check_quantized(function: Callable[..., None], out: Tensor, input: Tensor, 
         raise ValueError(
             f"{function.__qualname__}: out: expected shape {list(input.shape)}, as input, got {list(out.shape)}"
         )
-    refuse_bools(function, scale=scale)
-    if isinstance(scale, Tensor) and scale.numel() != 1:
-        raise ValueError(f"{function.__qualname__}: scale: expected one element, got shape {list(scale.shape)}")
+    check_scales(function, scale=scale)
 
 
 def _quantize(out: Tensor, values: Tensor, scale: float | Tensor) -> None:

@@ -45,20 +45,8 @@ def append_paged_kv_cache(
     """
     function = append_paged_kv_cache
     check_layout(function, kv_layout)
-    key_cache, value_cache = pages_of(paged_kv_cache, kv_layout)
-    check_indices(function, "kv_last_page_len", kv_last_page_len)
-    slots = call_as(
-        function,
-        NAMES,
-        ops.compute_slot_mapping,
-        positions,
-        kv_indices,
-        key_cache.shape[1],
-        key_cache.shape[0],
-        batch_indices=batch_indices,
-        block_start_loc=kv_indptr,
-        last_block_lens=kv_last_page_len.to(kv_indptr.dtype),
-    )
+    key_cache, value_cache = pages_of(function, "paged_kv_cache", paged_kv_cache, kv_layout)
+    slots = _slots_in(key_cache, function, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     write_slots(function, NAMES, append_key, append_value, key_cache, value_cache, slots)
 
 
@@ -91,11 +79,7 @@ def append_paged_mla_kv_cache(
                 f"{function.__qualname__}: {cache_name}: expected shape {expected} of {rows.dtype}, got "
                 f"{list(cache.shape)} of {cache.dtype}"
             )
-    check_indices(function, "kv_last_page_len", kv_last_page_len)
-    slots = call_as(
-        function, NAMES, ops.compute_slot_mapping, positions, kv_indices, ckv_cache.shape[1], ckv_cache.shape[0],
-        batch_indices=batch_indices, block_start_loc=kv_indptr, last_block_lens=kv_last_page_len.to(kv_indptr.dtype),
-    )  # fmt: skip
+    slots = _slots_in(ckv_cache, function, batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len)
     if len(slots) != len(append_ckv) or len(slots) != len(append_kpe):
         got = f"{len(append_ckv)} and {len(append_kpe)}"
         raise ValueError(f"{function.__qualname__}: append_ckv: expected {len(slots)} rows, as positions, got {got}")
@@ -105,6 +89,27 @@ def append_paged_mla_kv_cache(
             # The op writes two parts side by side: here a row's first number, and the others.
             parts = rows[written, :1], rows[written, 1:]
             call_as(function, names, ops.concat_and_cache_mla, *parts, cache, slots[written])
+
+
+def _slots_in(
+    cache: Tensor,
+    function: Callable[..., Any],
+    batch_indices: Tensor,
+    positions: Tensor,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> Tensor:
+    """The slot of each new token in a cache [num_pages, page_size, ...]."""
+    check_indices(function, "kv_indptr", kv_indptr)
+    check_indices(function, "kv_last_page_len", kv_last_page_len)
+    # The op takes both in one dtype. In the narrower one a length could become another.
+    dtype = torch.int64 if kv_last_page_len.dtype == torch.int64 else kv_indptr.dtype
+    slots: Tensor = call_as(
+        function, NAMES, ops.compute_slot_mapping, positions, kv_indices, cache.shape[1], cache.shape[0],
+        batch_indices=batch_indices, block_start_loc=kv_indptr.to(dtype), last_block_lens=kv_last_page_len.to(dtype),
+    )  # fmt: skip
+    return slots
 
 
 def write_slots(
@@ -119,6 +124,9 @@ def write_slots(
     """`ops.reshape_and_cache` by `call_as`. fp8 goes into a cache of its dtype bit for bit."""
     tensors = [key.contiguous(), value.contiguous(), key_cache, value_cache]
     if key.itemsize == 1 and key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
+        if key.shape[-1] % 16:
+            expected = f"heads of a multiple of 16 elements of {key.dtype}"
+            raise ValueError(f"{function.__qualname__}: {names['key_cache']}: expected {expected}, got {key.shape[-1]}")
         # The op would round its rows to fp8. Two elements of fp8 are moved as one of fp16.
         tensors = [tensor.view(torch.float16) for tensor in tensors]
     call_as(function, names, ops.reshape_and_cache, *tensors, slots)
@@ -162,9 +170,32 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
 
 
-def pages_of(cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
+def pair_of(function: Callable[..., Any], name: str, cache: PagedCache) -> tuple[Tensor, Tensor]:
+    """(keys, values) of a pair, or of a tensor [num_pages, 2, ...]."""
+    if isinstance(cache, Tensor):
+        if cache.dim() < 2 or cache.shape[1] != 2:
+            expected, got = "shape [num_pages, 2, ...] or a pair of tensors", list(cache.shape)
+            raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got shape {got}")
+        keys, values = cache.unbind(1)
+        return keys, values
+    if not isinstance(cache, (tuple, list)):
+        expected, kind = "a tensor or a pair of tensors", type(cache).__name__
+        raise TypeError(f"{function.__qualname__}: {name}: expected {expected}, got {kind}")
+    if len(cache) != 2:
+        raise ValueError(f"{function.__qualname__}: {name}: expected a pair of tensors, got {len(cache)} elements")
+    keys, values = cache
+    for tensor in (keys, values):
+        check_tensors(function.__qualname__, **{name: tensor})
+    return keys, values
+
+
+def pages_of(function: Callable[..., Any], name: str, cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
     """The pair [num_pages, page_size, num_kv_heads, head_dim]; views."""
-    key_cache, value_cache = cache.unbind(1) if isinstance(cache, Tensor) else cache
+    key_cache, value_cache = pair_of(function, name, cache)
+    for tensor in (key_cache, value_cache):
+        if tensor.dim() not in (3, 4):
+            expected, got = "keys and values of 3 or 4 dimensions", list(tensor.shape)
+            raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got shape {got}")
     if key_cache.dim() == 3:  # pages of one token
         return key_cache[:, None], value_cache[:, None]
     if kv_layout == "HND":

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, is_recorded, kept, refuse_bools
+from .._adapters import call_as, check_scales, check_shape, is_recorded, kept, refuse_bools
 from .._index_checks import check_indices
 from ..ops._call import call, check_bool, check_rank, check_tensors, to_int
-from .page import check_layout, pages_of, write_slots
+from .page import check_layout, pages_of, pair_of, write_slots
 
 Function = Callable[..., Any]
 
@@ -441,46 +441,74 @@ def rope_quantize_fp8_append_paged_kv_cache(
     """
     function = rope_quantize_fp8_append_paged_kv_cache
     check_layout(function, kv_layout)
+    parts = q_rope, k_rope, q_nope, k_nope
+    _check_parts(function, parts)
     if (v is None) != (k_rope.dim() == 2):
         expected = "None for keys without heads" if v is not None else "values for keys with heads"
         raise ValueError(f"{function.__qualname__}: v: expected {expected}, got {'None' if v is None else 'a tensor'}")
-    caches = paged_kv_cache if v is None else pages_of(paged_kv_cache, kv_layout)
+    rope_width, nope_width = k_rope.shape[-1], 0 if k_nope is None else k_nope.shape[-1]
+    if v is None:
+        caches, widths = pair_of(function, "paged_kv_cache", paged_kv_cache), (nope_width, rope_width)
+    else:
+        caches, width = pages_of(function, "paged_kv_cache", paged_kv_cache, kv_layout), rope_width + nope_width
+        widths = width, width
     dtype = caches[0].dtype if quantize_dtype is None else quantize_dtype
-    if caches[0].shape[1] != page_size or {cache.dtype for cache in caches} != {dtype}:
-        got = f"{caches[0].shape[1]} and {', '.join(str(cache.dtype) for cache in caches)}"
-        raise ValueError(
-            f"{function.__qualname__}: paged_kv_cache: expected pages of {page_size} and {dtype}, got {got}"
-        )
+    for cache, width in zip(caches, widths, strict=True):
+        expected_shape = [*caches[0].shape[:1], page_size, *k_rope.shape[1:-1], width]
+        if [*cache.shape] != expected_shape or cache.dtype != dtype:
+            raise ValueError(
+                f"{function.__qualname__}: paged_kv_cache: expected shape {expected_shape} of {dtype}, got "
+                f"{list(cache.shape)} of {cache.dtype}"
+            )
+    check_shape(function, "v", v, (*k_rope.shape[:2], widths[1]))
+    check_indices(function, "positions", positions, len(q_rope))
     slots = call_as(
         function, SLOT_NAMES, ops.compute_slot_mapping, positions, kv_indices, page_size, caches[0].shape[0],
         batch_indices=batch_indices, block_start_loc=kv_indptr,
     )  # fmt: skip
-    q_rope, k_rope, q_nope, k_nope = _rope_quantize(
-        function, (q_rope, k_rope, q_nope, k_nope), cos_sin_cache, pos_ids, is_neox, dtype,
-        quant_scale_q, quant_scale_kv, (q_rope_out, None, q_nope_out, None),
+    numbers, outs = _rotated_and_scaled(
+        function, parts, cos_sin_cache, pos_ids, is_neox, dtype, quant_scale_q, quant_scale_kv,
+        (q_rope_out, None, q_nope_out, None),
     )  # fmt: skip
-    if v is None:  # the halves of an element are appended as a key and a value
-        halves = [(rows.chunk(2, -1), cache.chunk(2, -1)) for rows, cache in zip((k_nope, k_rope), caches, strict=True)]
-        for (key, value), (key_cache, value_cache) in halves:
-            as_heads = (key[:, None], value[:, None], key_cache[:, :, None], value_cache[:, :, None])
-            write_slots(function, CACHE_NAMES, *as_heads, slots)
+    k_rope, k_nope = outs[1].copy_(numbers[1]), outs[3].copy_(numbers[3])
+    if v is None:
+        rows_and_caches = [
+            (_as_fp16(function, name, rows), _as_fp16(function, "paged_kv_cache", cache))
+            for name, rows, cache in (("k_nope", k_nope, caches[0]), ("k_rope", k_rope, caches[1]))
+        ]
+        for written in (slice(0), slice(None)):  # no row first: both caches are checked before anything is written
+            for rows, cache in rows_and_caches:
+                # The op writes two parts side by side: here a row's first number, and the others.
+                halves = rows[written, :1], rows[written, 1:]
+                call_as(function, CACHE_NAMES, ops.concat_and_cache_mla, *halves, cache, slots[written])
     else:
-        value = _quantize(v, quant_scale_kv, torch.empty_like(v, dtype=dtype, memory_format=torch.contiguous_format))
-        key_cache, value_cache = caches
-        write_slots(function, CACHE_NAMES, torch.cat([k_rope, k_nope], -1), value, key_cache, value_cache, slots)
-    return q_rope, q_nope
+        value = _scaled(v, quant_scale_kv, dtype).to(dtype)
+        write_slots(function, CACHE_NAMES, torch.cat([k_rope, k_nope], -1), value, *caches, slots)
+    return outs[0].copy_(numbers[0]), outs[2].copy_(numbers[2])
 
 
 SLOT_NAMES = {"block_tables": "kv_indices", "block_start_loc": "kv_indptr", "block_size": "page_size"}
-CACHE_NAMES = {"key_cache": "paged_kv_cache", "value_cache": "paged_kv_cache"}
+CACHE_NAMES = dict.fromkeys(("key_cache", "value_cache", "kv_cache"), "paged_kv_cache")
+CACHE_NAMES |= {"key": "k_rope", "value": "v"}
 
 
+def _as_fp16(function: Function, name: str, tensor: Tensor) -> Tensor:
+    """Two elements of fp8 as one of fp16, for an op that moves them."""
+    try:
+        return tensor.view(torch.float16)
+    except RuntimeError:
+        expected = "rows of an even number of elements, side by side"
+        got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+        raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got {got}") from None
+
+
+Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # q_rope, k_rope, q_nope, k_nope
 Optionals = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def _rope_quantize(
     function: Function,
-    parts: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    parts: Parts,
     cos_sin_cache: Tensor,
     pos_ids: Tensor,
     is_neox: bool,
@@ -489,11 +517,47 @@ def _rope_quantize(
     scale_kv: float,
     outs: Optionals,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """parts and outs are (q_rope, k_rope, q_nope, k_nope)."""
+    """outs: for each of the parts."""
+    _check_parts(function, parts)
+    numbers, memory = _rotated_and_scaled(
+        function, parts, cos_sin_cache, pos_ids, is_neox, dtype, scale_q, scale_kv, outs
+    )
+    q_rope, k_rope, q_nope, k_nope = (out.copy_(each) for each, out in zip(numbers, memory, strict=True))
+    return q_rope, k_rope, q_nope, k_nope
+
+
+def _check_parts(function: Function, parts: Parts) -> None:
     q_rope, k_rope, q_nope, k_nope = parts
-    check_tensors(function.__qualname__, q_rope=q_rope, k_rope=k_rope, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids)
+    check_tensors(function.__qualname__, q_rope=q_rope, k_rope=k_rope)
     check_rank(function.__qualname__, "q_rope", q_rope, 3)
-    refuse_bools(function, quant_scale_q=scale_q, quant_scale_kv=scale_kv)
+    if k_rope.dim() not in (2, 3):
+        expected, got = "2 or 3 dimensions", list(k_rope.shape)
+        raise ValueError(f"{function.__qualname__}: k_rope: expected {expected}, got shape {got}")
+    for name, nope, rope in (("q_nope", q_nope, q_rope), ("k_nope", k_nope, k_rope)):
+        if nope is None:
+            continue
+        check_tensors(function.__qualname__, **{name: nope})
+        if nope.dim() != rope.dim() or nope.shape[:-1] != rope.shape[:-1]:
+            expected, got = ", ".join(map(str, rope.shape[:-1])), list(nope.shape)
+            raise ValueError(f"{function.__qualname__}: {name}: expected shape [{expected}, *], got {got}")
+
+
+def _rotated_and_scaled(
+    function: Function,
+    parts: Parts,
+    cos_sin_cache: Tensor,
+    pos_ids: Tensor,
+    is_neox: bool,
+    dtype: torch.dtype | None,
+    scale_q: float,
+    scale_kv: float,
+    outs: Optionals,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """For each of the parts, which `_check_parts` has seen, the numbers that fp8 is to hold, in fp32, and memory of
+    fp8 for them, which is not written."""
+    q_rope, k_rope, q_nope, k_nope = parts
+    check_tensors(function.__qualname__, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids)
+    check_scales(function, quant_scale_q=scale_q, quant_scale_kv=scale_kv)
     check_indices(function, "pos_ids", pos_ids, len(q_rope))
     dtype = next((out.dtype for out in outs if out is not None), torch.float8_e4m3fn) if dtype is None else dtype
     if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -503,14 +567,17 @@ def _rope_quantize(
         q_rope[..., :0] if q_nope is None else q_nope,
         k_rope[..., :0] if k_nope is None else k_nope,
     )  # fmt: skip
-    written = []
+    memory = []
     for name, part, out in zip(("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"), whole, outs, strict=True):
         if out is None:
             out = torch.empty_like(part, dtype=dtype, memory_format=torch.contiguous_format)
         elif out.shape != part.shape or out.dtype != dtype:
             expected, got = (f"{list(tensor.shape)} of {kind}" for tensor, kind in ((part, dtype), (out, out.dtype)))
             raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got {got}")
-        written.append(out)
+        if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
+            expected = "memory for each element"
+            raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got an expanded tensor")
+        memory.append(out)
     query, key = (part.float().contiguous() for part in whole[:2])
     query, key = (each.clone() if each is part else each for each, part in zip((query, key), whole[:2], strict=True))
     names = {"query": "q_rope", "key": "k_rope", "positions": "pos_ids"}
@@ -519,11 +586,11 @@ def _rope_quantize(
         function, names, ops.rotary_embedding, pos_ids.long(), query, heads, query.shape[2],
         cos_sin_cache.float(), is_neox,
     )  # fmt: skip
-    for part, scale, out in zip((query, key, *whole[2:]), (scale_q, scale_kv) * 2, written, strict=True):
-        _quantize(part, scale, out)
-    return written[0], written[1], written[2], written[3]
+    rotated = query, key, *whole[2:]
+    return [_scaled(part, scale, dtype) for part, scale in zip(rotated, (scale_q, scale_kv) * 2, strict=True)], memory
 
 
-def _quantize(values: Tensor, scale: float, out: Tensor) -> Tensor:
-    largest = torch.finfo(out.dtype).max
-    return out.copy_((values.float() * scale).clamp(-largest, largest))
+def _scaled(values: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """fp32, saturated for dtype."""
+    largest = torch.finfo(dtype).max
+    return (values.float() * scale).clamp(-largest, largest)

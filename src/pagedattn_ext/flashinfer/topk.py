@@ -178,7 +178,8 @@ def _places(
     local = torch.arange(max_len, device=input.device) - starts[:, None]
     is_own = (local >= 0) & (local < lengths[:, None])
     # An own score of -inf is still one of a token.
-    scores = input.float().clamp_min(torch.finfo(torch.float32).min).where(is_own, -torch.inf)
+    scores = input if input.dtype == torch.float64 else input.float()
+    scores = scores.clamp_min(torch.finfo(scores.dtype).min).where(is_own, -torch.inf)
     columns = _greatest(function, scores, min(k, max_len), tie_break)
     is_token = is_own.gather(1, columns)
     columns = columns.where(is_token, max_len).sort().values
