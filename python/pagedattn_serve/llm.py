@@ -356,7 +356,10 @@ class LLM:
     def _output_format(self, template: str | None, tool_call_parser: str, reasoning_parser: str) -> OutputFormat:
         tokenizer = self.get_tokenizer()
         special_tokens = set(TokenNames(tokenizer).special_texts.values())
-        return output_format(tool_call_parser, reasoning_parser, template_text(tokenizer, template), special_tokens)
+        added = getattr(tokenizer, "added_tokens_decoder", None)
+        added_tokens = None if added is None else {token.content for token in added.values()}
+        text = template_text(tokenizer, template)
+        return output_format(tool_call_parser, reasoning_parser, text, special_tokens, added_tokens)
 
     def _add(self, place: str, prompt: Prompt, param: SamplingParams | PoolingParams | None, priority: int) -> None:
         request_id = f"llm-{self._num_requests}"

@@ -5,7 +5,7 @@
 
 from typing import ClassVar
 
-from pagedattn_serve.output_parsing.events import CallBegin, Content
+from pagedattn_serve.output_parsing.events import CallBegin
 from pagedattn_serve.output_parsing.json_calls import read_arguments
 from pagedattn_serve.output_parsing.source import Reader, Source
 from pagedattn_serve.output_parsing.tool_format import Format, Function, TaggedFormat, ToolUse, arguments, tag
@@ -29,7 +29,7 @@ class DeepSeekV31(TaggedFormat):
 
     def read(self, source: Source, use: ToolUse) -> Reader[None]:
         index = 0
-        while (yield from source.read_until((self.opening,), Content)):
+        while (yield from self.next_call(source, index)):
             yield from source.skip_space()
             while (yield from source.starts_with(_BEGIN)):
                 if not (yield from self._read_name(source, index)):
@@ -38,6 +38,7 @@ class DeepSeekV31(TaggedFormat):
                 yield from source.text_until(_END)
                 yield from source.skip_space()
                 index += 1
+            yield from source.ends_within(_BEGIN, self.block[1])  # cut
             yield from source.starts_with(self.block[1])
 
     def _read_name(self, source: Source, index: int) -> Reader[bool]:

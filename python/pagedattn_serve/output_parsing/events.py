@@ -1,8 +1,11 @@
 """What a parser tells of an output as it comes, and the sum of it."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+_TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)  # of JSON, or its beginning
 
 
 class Content(NamedTuple):
@@ -30,6 +33,12 @@ class CallArguments(NamedTuple):
 
     call_index: int
     text: str
+
+
+def is_whole(arguments: str) -> bool:
+    """Whether an object as JSON, or its beginning, is the whole object."""
+    brackets = _TEXT.sub("", arguments)
+    return 0 < brackets.count("{") + brackets.count("[") == brackets.count("}") + brackets.count("]")
 
 
 Event = Content | Reasoning | CallBegin | CallArguments

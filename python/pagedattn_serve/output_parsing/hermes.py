@@ -30,7 +30,7 @@ class Hermes(TaggedFormat):
 
     def read(self, source: Source, use: ToolUse) -> Reader[None]:
         index = 0
-        while (yield from source.read_until((self.opening,), Content)):
+        while (yield from self.next_call(source, index)):
             no_call = yield from read_call(source, index)
             if no_call is not None:
                 if source.is_at_end:  # cut before the name of the function
@@ -39,4 +39,5 @@ class Hermes(TaggedFormat):
                 continue
             index += 1
             yield from source.skip_space()
+            yield from source.ends_within(_END)  # cut
             yield from source.starts_with(_END)

@@ -4,13 +4,15 @@
 """
 
 import json
+import re
 
-from pagedattn_serve.output_parsing.events import Content
+from pagedattn_serve.output_parsing.events import Content, is_whole
 from pagedattn_serve.output_parsing.json_calls import read_call
 from pagedattn_serve.output_parsing.source import Reader, Source
 from pagedattn_serve.output_parsing.tool_format import Format, Function, ToolFormat, ToolUse, arguments, tag
 
 _PYTHON_TAG = "<|python_tag|>"  # which may come first
+_BEGINNING = re.compile(r'\s*(<\|python_tag\|>|\{\s*"name")')  # of a call
 
 
 class Llama3Json(ToolFormat):
@@ -39,5 +41,8 @@ class Llama3Json(ToolFormat):
             if not (yield from source.starts_with(";")):
                 break
             read += ";"
-        yield Content(read + (no_call or ""))
+        read += no_call or ""
+        if source.is_at_end and not is_whole(read) and (index or _BEGINNING.match(read)):
+            return  # cut before the name of the function
+        yield Content(read)
         yield from source.read_rest(Content)

@@ -5,13 +5,16 @@
 """
 
 import json
+import re
 import secrets
 from typing import ClassVar
 
-from pagedattn_serve.output_parsing.events import CallBegin, Content
+from pagedattn_serve.output_parsing.events import CallBegin, Content, is_whole
 from pagedattn_serve.output_parsing.json_calls import read_arguments, read_call
 from pagedattn_serve.output_parsing.source import Reader, Source
 from pagedattn_serve.output_parsing.tool_format import Format, Function, TaggedFormat, ToolUse, arguments, tag
+
+_BEGINNING = re.compile(r"[\w.-]*(\[\w*)?")  # of a name and of the mark after it
 
 
 class _Mistral(TaggedFormat):
@@ -23,15 +26,16 @@ class _Mistral(TaggedFormat):
 
     def read(self, source: Source, use: ToolUse) -> Reader[None]:
         index = 0
-        while (yield from source.read_until((self.opening,), Content)):
+        while (yield from self.next_call(source, index)):
             space = yield from source.skip_space()
             if (yield from source.starts_with("[")):
                 index = yield from self._read_list(source, index)
                 continue
             name, mark = yield from source.text_until("[ARGS]", "[CALL_ID]", "{")
             if mark is None:
-                yield Content(f"{self.opening}{space}{name}")
-                continue
+                if not _BEGINNING.fullmatch(name):  # else cut
+                    yield Content(f"{self.opening}{space}{name}")
+                return
             yield CallBegin(index, name.strip())
             if mark == "[CALL_ID]":
                 yield from source.text_until("[ARGS]")
@@ -46,7 +50,7 @@ class _Mistral(TaggedFormat):
             no_call = yield from read_call(source, index)
             if no_call is None:
                 index += 1
-            elif no_call:
+            elif not source.is_at_end or is_whole(no_call):  # else cut
                 yield Content(no_call)
             yield from source.skip_space()
             if not (yield from source.starts_with(",")):

@@ -57,23 +57,26 @@ class Turn:
 class OutputFormat:
     """The forms of a model's outputs. None: the model has no such form, or none that is known.
 
-    special_tokens: the texts of the tokens that outputs leave out unless they are asked for.
+    special_tokens: the texts of the tokens that outputs leave out unless they are asked for. added_tokens: of all added
+    tokens; None if they are not known.
     """
 
     def __init__(
-        self, tools: ToolFormat | None, thoughts: ThoughtFormat | None, special_tokens: Collection[str] = ()
+        self,
+        tools: ToolFormat | None,
+        thoughts: ThoughtFormat | None,
+        special_tokens: Collection[str] = (),
+        added_tokens: Collection[str] | None = None,
     ) -> None:
         self._tools = tools
         self._thoughts = thoughts
+        # Whether the tokens of a thought can be bounded: its end has to be one of the tokenizer's added tokens.
+        self.takes_budget = thoughts is not None and (added_tokens is None or thoughts.end in added_tokens)
         self._reads_special_tokens = any(mark in special_tokens for mark in self._marks)
 
     @property
     def takes_tools(self) -> bool:
         return self._tools is not None
-
-    def takes_budget(self, added_tokens: Collection[str]) -> bool:
-        """Whether the tokens of a thought can be bounded: its end has to be one of the tokenizer's added tokens."""
-        return self._thoughts is not None and self._thoughts.end in added_tokens
 
     @property
     def _marks(self) -> tuple[str, ...]:
@@ -98,13 +101,16 @@ class OutputFormat:
         form: of the answer to the user, after a thought, and in place of calls unless these are required.
         continued: the beginning of the answer, if the prompt has it already. max_thought_tokens: None for any number.
 
-        Raises ValueError if there are tools and no form of calls is known, a bound of thoughts and no form of thoughts,
-        or too long schemas.
+        Raises ValueError if there are tools and no form of calls is known, a bound of thoughts that cannot be held, or
+        too long schemas.
         """
         if use is not None and not self.takes_tools:
             raise ArgumentError("tools", "none, as the model's form of calls is not known (see --tool-call-parser)")
-        if self._thoughts is None and max_thought_tokens is not None:
-            raise ArgumentError(BUDGET, "none, as the model's form of thoughts is not known (see --reasoning-parser)")
+        if max_thought_tokens is not None and not self.takes_budget:
+            reason = "the model's form of thoughts is not known (see --reasoning-parser)"
+            if self._thoughts is not None:
+                reason = f"the end of a thought, {self._thoughts.end}, is not one of the tokenizer's added tokens"
+            raise ArgumentError(BUDGET, f"none, as {reason}")
         if use is None and self._thoughts is None:
             return None
         is_open = False if self._thoughts is None else self._thoughts.is_open(prompt, continued)
@@ -124,6 +130,14 @@ class OutputFormat:
         return answer if self._thoughts is None else self._thoughts.before(answer, is_open, max_thought_tokens)
 
     def _read(self, use: ToolUse | None, is_open: bool | None, source: Source) -> Reader[None]:
+        events = self._read_all(use, is_open, source)
+        is_required = use is not None and use.is_required
+        for event in events:
+            # Where the output is calls and nothing else, what reads as text is the beginning of a tag that is cut.
+            if not (is_required and isinstance(event, Content)):
+                yield event
+
+    def _read_all(self, use: ToolUse | None, is_open: bool | None, source: Source) -> Reader[None]:
         if self._thoughts is not None:
             yield from self._thoughts.read(source, is_open)
         if use is not None and use.functions and self._tools is not None:
@@ -172,10 +186,14 @@ def check_parsers(tool_parser: str, reasoning_parser: str) -> None:
 
 
 def output_format(
-    tool_parser: str, reasoning_parser: str, template: str, special_tokens: Collection[str] = ()
+    tool_parser: str,
+    reasoning_parser: str,
+    template: str,
+    special_tokens: Collection[str] = (),
+    added_tokens: Collection[str] | None = None,
 ) -> OutputFormat:
     """The form of a model's outputs by the names of its parsers. template: its chat template, which "auto" looks at.
-    special_tokens: as of `OutputFormat`.
+    special_tokens, added_tokens: as of `OutputFormat`.
 
     Raises ValueError as `check_parsers`."""
     check_parsers(tool_parser, reasoning_parser)
@@ -190,7 +208,7 @@ def output_format(
         thoughts = thoughts_of(template)
     else:
         thoughts = next((each for each in THOUGHT_FORMATS if each.name == reasoning_parser), None)
-    return OutputFormat(tools, thoughts, special_tokens)
+    return OutputFormat(tools, thoughts, special_tokens, added_tokens)
 
 
 def format_of(form: StructuredOutput) -> Format:

@@ -37,7 +37,8 @@ class Pythonic(ToolFormat):
             space = yield from source.skip_space()
             name, mark = yield from source.text_until("(")
             if not mark or not _NAME.fullmatch(name):
-                if index == 0:
+                is_cut = mark is None and name and any(each.name.startswith(name) for each in use.functions)
+                if index == 0 and not is_cut:
                     yield Content(f"{read}{space}{name}{mark or ''}")
                 break
             yield CallBegin(index, name)

@@ -30,8 +30,10 @@ class Qwen3Coder(TaggedFormat):
 
     def read(self, source: Source, use: ToolUse) -> Reader[None]:
         index = 0
-        while (yield from source.read_until((self.opening,), Content)):
+        while (yield from self.next_call(source, index)):
             space = yield from source.skip_space()
+            if (yield from source.ends_within("<function=")):
+                return  # cut
             if not (yield from source.starts_with("<function=")):
                 yield Content(f"{self.opening}{space}")
                 continue
@@ -65,9 +67,10 @@ def _read_arguments(source: Source, index: int, schema: dict[str, object]) -> Re
                 return
             yield writer.piece(literal(value, kind is TextKind.SOMETIMES))
         yield from source.skip_space()
-    is_whole = yield from source.starts_with("</function>")
-    if not is_whole and any(opening.startswith(source.text) for opening in ("<parameter=", "</function>")):
+    if (yield from source.ends_within("<parameter=", "</function>")):
         return  # cut
+    yield from source.starts_with("</function>")
     yield writer.end()
     yield from source.skip_space()
+    yield from source.ends_within("</tool_call>")  # cut
     yield from source.starts_with("</tool_call>")

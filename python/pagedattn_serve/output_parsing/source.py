@@ -64,6 +64,14 @@ class Source:
         self.take(len(prefix))
         return True
 
+    def ends_within(self, *tags: str) -> Reader[bool]:
+        """Whether the text ends before or amid one of the tags. The beginning of the tag is then read."""
+        while any(len(self.text) < len(tag) and tag.startswith(self.text) for tag in tags):
+            if not (yield from self.more()):
+                self.take(len(self.text))
+                return True
+        return False
+
     def skip_space(self) -> Reader[str]:
         """Read white space. Returns it."""
         space = ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, shown
+from pagedattn_serve.output_parsing.events import Content
 from pagedattn_serve.output_parsing.source import Reader, Source
 
 Format = dict[str, Any]  # of a structural tag; pagedattn_serve.sampling.structural_tag
@@ -170,6 +171,19 @@ class TaggedFormat(ToolFormat):
 
     def text(self) -> Format:
         return {"type": "any_text", "excludes": [self.opening]}
+
+    def next_call(self, source: Source, index: int) -> Reader[bool]:
+        """Read the text before a call, and the opening of the call. Returns False if there is no opening.
+
+        index: of the call. Before the first, the beginning of an opening at the end of the output may be the model's
+        text. Right after a call, such a beginning is a further call that is cut, and no text.
+        """
+        if index:
+            space = yield from source.skip_space()
+            if (yield from source.ends_within(self.opening)):
+                return False
+            source.put_back(space)
+        return (yield from source.read_until((self.opening,), Content)) is not None
 
 
 def tag(begin: str, content: Format, end: str) -> Format:

@@ -201,6 +201,11 @@ def test_which_tools_are_called(tool_llm: LLM) -> None:
             tool_llm.chat(FIRST, params, **fields)  # type: ignore[arg-type]
 
 
+def test_a_budget_of_thoughts_whose_end_is_no_token(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"^conversation 1 of 1: thinking_token_budget: .* </think>, is not one of"):
+        llm.chat([FIRST], GREEDY, thinking_token_budget=3, reasoning_parser="qwen3")
+
+
 def test_a_form_of_calls_that_is_not_known(llm: LLM) -> None:
     template = "{{ tools | tojson }}" + TEMPLATE
     with pytest.raises(ValueError, match=r"^tools: expected none, as the model's form of calls is not known"):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_functions import FUNCTIONS
 
-from pagedattn_serve.output_parsing.events import Call, ParsedOutput
+from pagedattn_serve.output_parsing.events import Call, ParsedOutput, is_whole
 from pagedattn_serve.output_parsing.output_format import output_format
 from pagedattn_serve.output_parsing.parser import OutputParser, parse
 from pagedattn_serve.output_parsing.tool_format import ToolUse
@@ -46,7 +47,8 @@ def channel(name: str, text: str, end: str = "<|end|><|start|>assistant") -> str
     return f"<|channel|>{name}<|message|>{text}{end}"
 
 
-BLOCK = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+BLOCK = f"{CALLS_BEGIN}{{}}<｜tool▁calls▁end｜>"
 FENCED = f"{BEGIN}function{SEP}get_weather\n```json\n{{}}\n```{END}"
 TO_WEATHER = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
 # By the name of a parser: outputs, with the content and the arguments of the calls.
@@ -106,10 +108,18 @@ OUTPUTS: dict[str, list[tuple[str, str, list[dict[str, Any]]]]] = {
     ],
 }
 CASES = [(name, *output) for name, outputs in OUTPUTS.items() for output in outputs]
+# By the name of a parser: a pattern of what only calls begin with. The tags of gpt_oss are tokens, and are not cut.
+OPENINGS = {
+    **dict.fromkeys(("hermes", "qwen3_coder"), "<tool_call>"),
+    **dict.fromkeys(("mistral", "mistral_list"), r"\[TOOL_CALLS\]"),
+    **dict.fromkeys(("deepseek_v31", "deepseek_v3"), CALLS_BEGIN),
+    **{"llama3_json": r'{"name"|<\|python_tag\|>', "pythonic": r"\[(g|f\()"},
+}
+CALLS = [case for case in CASES if case[0] in OPENINGS and case[3]]
 
 
-def new_parser(name: str) -> OutputParser:
-    turn = output_format(name, "none", "").turn("", ToolUse(FUNCTIONS))
+def new_parser(name: str, is_required: bool = False, reasoning_parser: str = "none") -> OutputParser:
+    turn = output_format(name, reasoning_parser, "").turn("", ToolUse(FUNCTIONS, is_required))
     assert turn is not None
     return turn.parser()
 
@@ -144,12 +154,76 @@ def test_an_output_that_is_cut(name: str, text: str, content: str, calls: list[d
             assert call.name == of_whole.name
             assert of_whole.arguments.startswith(call.arguments)
         assert output.calls[:-1] == whole.calls[: max(len(output.calls) - 1, 0)]
+        assert all(is_whole(call.arguments) for call in output.calls[:-1])
+        assert not output.calls or is_whole(output.calls[-1].arguments) == is_json(output.calls[-1].arguments)
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CALLS)
+def test_a_call_that_is_cut_is_no_text(name: str, text: str, content: str, calls: list[dict[str, Any]]) -> None:
+    """Be it cut before the name, within the arguments, in a tag, or between two calls."""
+    for end in range(len(text)):
+        cut = text[:end]
+        output = parse(new_parser(name), cut)
+        if re.search(OPENINGS[name], cut):
+            assert content.startswith(output.content.rstrip()), cut
+        else:
+            assert output == ParsedOutput(cut), "it may be a text"
+        assert in_pieces(new_parser(name), list(cut)) == output
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CALLS)
+def test_calls_that_are_required(name: str, text: str, content: str, calls: list[dict[str, Any]]) -> None:
+    """There is no text, wherever the output is cut, even in the tag of a thought."""
+    thought = "<think>\na\n</think>\n\n"
+    for reasoning_parser, before in (
+        ("none", ""),
+        ("qwen3", "\n"),
+        ("qwen3", thought),
+        ("mistral", "[THINK]a[/THINK]"),
+    ):
+        whole = before + text
+        for end in range(len(whole) + 1):
+            output = parse(new_parser(name, True, reasoning_parser), whole[:end])
+            assert output.content == "", whole[:end]
+            assert in_pieces(new_parser(name, True, reasoning_parser), list(whole[:end])) == output
+        assert [json.loads(call.arguments) for call in output.calls] == calls
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *[(name, text) for name in OPENINGS for text in ("a <", "a [", "a {", "<", "a <b>\n", "{", "[", "a[TOOL")],
+        *[(name, "a <tool") for name in OPENINGS],
+        *[("llama3_json", text) for text in ('{"na', '{"city": "Par', '{"name": 5}', '{"a": {"name": "b"')],
+        *[("pythonic", text) for text in ("[1", "[true", "[{")],
+        ("mistral", "[TOOL_CALLS] is a token"),
+    ],
+)
+def test_a_text_that_looks_like_a_call(name: str, text: str) -> None:
+    """Nothing of it is lost."""
+    expected = ParsedOutput(text)
+    assert parse(new_parser(name), text) == in_pieces(new_parser(name), list(text)) == expected
+
+
+def test_a_text_after_a_call_that_looks_like_a_call() -> None:
+    for name, call in (("hermes", hermes(PARIS)), ("qwen3_coder", qwen3_coder(PARIS))):
+        assert parse(new_parser(name), f"{call}\na <tool").content == "a <tool"
+        assert parse(new_parser(name), f"{call}\n<tool").content == "", "a further call"
+        assert parse(new_parser(name), f"{call}\n<table>").content == "<table>"
 
 
 WORDS = [
     *("<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": ', '{"a": ', '"x\\', '"', "}", "{", "[", "]", ","),
     *("<function=f>", "</function>", "\n", " ", "<parameter=city>", "\n</parameter>", "[TOOL_CALLS]", "[ARGS]", "; "),
-    *("f(", "a=", "'", ")", "1", "true", BLOCK[:21], BEGIN, SEP, "\n```json\n", END, "<|channel|>", "final", "é", ":"),
+    *("f(", "a=", "'", ")", "1", "true", CALLS_BEGIN, BEGIN, SEP, "\n```json\n", END, "<|channel|>", "final", "é", ":"),
     *("analysis", "<|message|>", "<|end|>", "<|start|>", " to=functions.f", "<think>", "</think>", "ab", "[THINK]"),
 ]
 

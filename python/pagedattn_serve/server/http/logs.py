@@ -7,6 +7,7 @@ have the id of the request: `current_request` is what the log says of the reques
 import json
 import logging
 import sys
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +24,7 @@ class RequestContext:
     key_number: the request's key, as its place among the server's API keys, from 1; None without a key.
     key_id: a name of the key that does not reveal the key; "" without a key.
     num_prompt_tokens, num_output_tokens: tokens of its requests to the engine, of those that have ended.
+    fail: makes of an ApiError the end of its stream; None before the first event.
     """
 
     request_id: str
@@ -32,6 +34,7 @@ class RequestContext:
     key_id: str = ""
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    fail: Callable[[Any], bytes] | None = None
 
 
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)

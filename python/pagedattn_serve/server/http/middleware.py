@@ -58,7 +58,7 @@ def add_middleware(app: Starlette, config: ServerConfig) -> None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=config.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("DELETE", "GET", "HEAD", "POST"),
             allow_headers=("*",),
             expose_headers=("x-request-id", "retry-after"),
         )
@@ -170,7 +170,9 @@ class TimeLimit:
                 # Without this header, openai's clients would ask again, twice.
                 await refuse(receive, send, 504, text, "timeout", headers={"x-should-retry": "false"})
             elif "text/event-stream" in Headers(raw=start["headers"]).get("content-type", ""):
-                body = last_events(ApiError(504, text, code="timeout"))
+                context = current_request.get()
+                fail = (context and context.fail) or last_events
+                body = fail(ApiError(504, text, code="timeout"))
                 with suppress(TimeoutError):  # if the client does not read
                     async with asyncio.timeout(LINGER_SECONDS):
                         await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -38,6 +38,7 @@ def make_app(engine: AsyncLLMEngine, config: ServerConfig) -> FastAPI:
         version=version("pagedattn-ext"),
         docs_url=None,  # pages that load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # redirects would leave out the path of a proxy
         responses=errors_as(ErrorResponse),
     )
     app.state.engine, app.state.config = engine, config

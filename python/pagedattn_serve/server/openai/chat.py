@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
-from pagedattn_serve.output_parsing.events import CallArguments, CallBegin, Content, Event, Reasoning
+from pagedattn_serve.output_parsing.events import CallArguments, CallBegin, Content, Event, Reasoning, is_whole
 from pagedattn_serve.output_parsing.output_format import Turn
 from pagedattn_serve.output_parsing.parser import OutputParser, parse
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
@@ -225,7 +225,7 @@ class ParsedChatAnswer(ChatAnswer):
                     }
                     for call in parsed.calls
                 ]
-                choice["finish_reason"] = reason_with_calls(choice["finish_reason"])
+                choice["finish_reason"] = reason_with_calls(choice["finish_reason"], parsed.calls[-1].arguments)
             yield {**choice, "message": message}
 
 
@@ -236,7 +236,7 @@ class ParsedChatChunks(JobChunks):
         super().__init__(jobs, answer, options)
         self._parsed_answer = answer
         self._parsers: dict[int, OutputParser] = {}  # by the index of a choice
-        self._has_calls: set[int] = set()  # indices of choices
+        self._arguments: dict[int, list[str]] = {}  # the same: pieces of those of the last call, if there is one
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)  # the same
 
     def _news(self, index: int, completion: CompletionOutput, form: LogprobsFormat) -> list[str]:
@@ -255,8 +255,8 @@ class ParsedChatChunks(JobChunks):
         token_ids = self._render_ids(index, completion)
         if not deltas and (logprobs is not None or finish_reason is not None or token_ids):
             deltas = ["{}"]
-        if index in self._has_calls:
-            finish_reason = reason_with_calls(finish_reason)
+        if index in self._arguments and finish_reason is not None:
+            finish_reason = reason_with_calls(finish_reason, "".join(self._arguments[index]))
         chunks = []
         for i, delta in enumerate(deltas):
             is_last = i == len(deltas) - 1
@@ -278,11 +278,12 @@ class ParsedChatChunks(JobChunks):
             case Reasoning(text):
                 return encode_json({"reasoning_content": text, "reasoning": text})
             case CallBegin(call_index, name):
-                self._has_calls.add(index)
+                self._arguments[index] = []
                 call_id = self._parsed_answer.new_call_id()
                 call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
                 return encode_json({"tool_calls": [{"index": call_index, **call}]})
             case CallArguments(call_index, text):
+                self._arguments[index].append(text)
                 return encode_json({"tool_calls": [{"index": call_index, "function": {"arguments": text}}]})
 
     async def _final_usage(self) -> Usage:
@@ -293,11 +294,11 @@ class ParsedChatChunks(JobChunks):
         forgets = super()._forget_prompt(place)
         if forgets:  # there is one prompt
             self._parsers.clear()
-            self._has_calls.clear()
+            self._arguments.clear()
             self._token_ids.clear()
         return forgets
 
 
-def reason_with_calls(finish_reason: str | None) -> str | None:
-    """The finish_reason of an output with calls."""
-    return "tool_calls" if finish_reason == "stop" else finish_reason
+def reason_with_calls(finish_reason: str | None, arguments: str) -> str | None:
+    """The finish_reason of an output with calls. arguments: of the last call, which a stop string may have cut."""
+    return "tool_calls" if finish_reason == "stop" and is_whole(arguments) else finish_reason

@@ -54,39 +54,43 @@ async def create_completion(
     """Continue a prompt, or several at once."""
     service.check_model(body.model)
     params = completion_params(body, service.defaults)
+    if body.truncate_prompt_tokens is not None and body.echo:
+        raise ApiError(400, "truncate_prompt_tokens: expected none with echo", param="truncate_prompt_tokens")
     prompts = await _tokenize(body, service)
     if body.suffix and service.infilling is not None:
         params = replace(params, stop_token_ids=(*(params.stop_token_ids or ()), *service.infilling.stop_token_ids))
-    if body.truncate_prompt_tokens is not None:
-        if body.echo:
-            raise ApiError(400, "truncate_prompt_tokens: expected none with echo", param="truncate_prompt_tokens")
-        prompts = [service.truncate(prompt, body, num_output_tokens(body)) for prompt in prompts]
-    for prompt in prompts:
-        service.check_room(len(prompt.token_ids), num_output_tokens(body), "prompt")
     job = service.job("cmpl-", prompts, params, body)
     return await respond(CompletionAnswer(body, job, service.token_names), body, request, service)
 
 
 async def _tokenize(body: CompletionRequest, service: Service) -> list[PromptTokens]:
-    """The prompts, from any of the four forms. A prompt that is echoed has a text."""
+    """The prompts, from any of the four forms, which fit with the output. A prompt that is echoed has a text."""
     prompts: list[Any] = body.prompt if isinstance(body.prompt, list) else [body.prompt]
     if prompts and isinstance(prompts[0], int):
         prompts = [prompts]
     if not 0 < len(prompts) <= service.config.max_waiting:
         message = f"prompt: expected 1 to {service.config.max_waiting} prompts (the queue's places), got {len(prompts)}"
         raise ApiError(400, message, param="prompt")
+
+    def take(token_ids: list[int]) -> list[int]:
+        """The tokens of a prompt that the request keeps."""
+        kept = service.truncate(PromptTokens(None, token_ids), body, num_output_tokens(body)).token_ids
+        service.check_room(len(kept), num_output_tokens(body), "prompt")
+        return kept
+
     if isinstance(prompts[0], str):
         for text in prompts:
             service.check_characters(text, "prompt")
         adds = body.add_special_tokens is not False
         if body.suffix:
             service.check_characters(body.suffix, "suffix")
-            token_ids = await service.tokenize_infilling(prompts, body.suffix, adds)
+            token_ids = await service.tokenize_infilling(prompts, body.suffix, adds, take)
         else:
-            token_ids = await service.tokenize(prompts, adds)
+            token_ids = await service.tokenize(prompts, adds, take=take)
         return list(map(PromptTokens, prompts, token_ids))
     if body.suffix:
         raise ApiError(400, "suffix: expected none with token ids", param="suffix")
+    prompts = list(map(take, prompts))
     texts = await service.detokenize(prompts) if body.echo else [None] * len(prompts)
     return list(map(PromptTokens, texts, prompts))
 

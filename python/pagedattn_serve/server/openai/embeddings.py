@@ -4,6 +4,7 @@ import asyncio
 from array import array
 from base64 import b64encode
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -109,10 +110,7 @@ async def _tokenize(body: EmbeddingRequest, service: Service) -> list[PromptToke
             if not 0 <= token_id < service.vocab_size:
                 message = f"input: expected token ids in [0, {service.vocab_size - 1}], got {token_id}"
                 raise ApiError(400, message, param="input")
-    prompts = [PromptTokens(None, shortened(token_ids, body, service)) for token_ids in inputs]
-    for prompt in prompts:
-        service.check_length(len(prompt.token_ids), "input")
-    return prompts
+    return [PromptTokens(None, kept(token_ids, body, service, "input")) for token_ids in inputs]
 
 
 async def tokenize(
@@ -120,11 +118,9 @@ async def tokenize(
 ) -> list[PromptTokens]:
     """Texts of the field `param`, as prompts. Raises ApiError, which names the field."""
     texts = checked_texts(texts, body, service, param)
-    token_ids = await service.tokenize(texts, add_special_tokens, param)
-    prompts = [PromptTokens(text, shortened(each, body, service)) for text, each in zip(texts, token_ids, strict=True)]
-    for prompt in prompts:
-        service.check_length(len(prompt.token_ids), param)
-    return prompts
+    take = partial(kept, body=body, service=service, param=param)
+    token_ids = await service.tokenize(texts, add_special_tokens, param, take)
+    return list(map(PromptTokens, texts, token_ids))
 
 
 def checked_texts(texts: list[str], body: PoolingBody, service: Service, param: str) -> list[str]:
@@ -139,7 +135,14 @@ def checked_texts(texts: list[str], body: PoolingBody, service: Service, param: 
     return texts
 
 
-def shortened(token_ids: list[int], body: PoolingBody, service: Service) -> list[int]:
+def kept(token_ids: list[int], body: PoolingBody, service: Service, param: str) -> list[int]:
+    """The tokens of a text that the request keeps. Raises ApiError, which names the field, for none or too many."""
+    token_ids = _shortened(token_ids, body, service)
+    service.check_length(len(token_ids), param)
+    return token_ids
+
+
+def _shortened(token_ids: list[int], body: PoolingBody, service: Service) -> list[int]:
     """The tokens, or the first of them, or last ones, if the request wants no more. A special token at the end stays:
     an embedding may be that of the last token. One alone stays, as more may be padding."""
     most = body.truncate_prompt_tokens

@@ -19,15 +19,20 @@ CLIENT_GONE = 499  # what proxies log of a client that left
 # Arguments of the engine, and the names that a client has for them.
 _PARAM_OF = {"prompt_token_ids": "prompt", "sampling_params": None}  # None: several
 _TOO_LONG = {"too_long": "items", "string_too_long": "characters in each"}  # pydantic's types of errors
+NOT_JSON = "not_json"  # a type of our own
 # Fields with several forms, of which pydantic would name one alone; where these differ, with the name of the route.
 _FORMS = {
-    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    **dict.fromkeys(
+        ("prompt", "create_embeddings.input"),
+        "a string, a list of strings, a list of token ids or a list of lists of token ids",
+    ),
+    "tokenize.prompt": "a string",
     "rerank.documents": "a list of strings or of objects with a text",
     **dict.fromkeys(
         ("text_1", "text_2", "queries", "documents", "items", "data_1", "data_2"), "a string or a list of strings"
     ),
     "stop": "a string or a list of strings",
-    "input": "a string or a list (of strings, token ids or items), one at least",
+    "input": "a string or a list of items, one at least",
     "messages": "a list of objects with a role and a content",
 }
 
@@ -61,13 +66,15 @@ def engine_error(
         return ApiError(400, text)
     if form_field is not None and error.argument == "structured_output":
         return ApiError(400, str(error.renamed(form_field)), param=form_field)
-    return ApiError(400, text, param=_PARAM_OF.get(error.argument, error.argument))
+    param = _PARAM_OF.get(error.argument, error.argument)
+    return ApiError(400, text if param is None else str(error.renamed(param)), param=param)
 
 
 def validation_error(error: RequestValidationError, route: str = "") -> ApiError:
     """The first thing that is wrong with a body, as `name: expected X, got Y`. route: the name of the request's."""
     errors = error.errors()
-    first = next((each for each in errors if each["type"] in _TOO_LONG), errors[0])  # else, of a field with two forms
+    telling = (each for each in errors if each["type"] in (*_TOO_LONG, NOT_JSON))
+    first = next(telling, errors[0])  # else, of a field with two forms
     location = [str(part) for part in first["loc"][1:]]
     given = first.get("input")
     if first["type"] == "json_invalid":

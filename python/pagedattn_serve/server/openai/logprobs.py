@@ -101,12 +101,11 @@ class CompletionLogprobsFormat:
         """The token itself and the likeliest ones by name. If several have one name, it is the token's or else the
         likeliest one's; the names of the others are their ids."""
         top: dict[str, float] = {}
-        for each_id, entry in sorted(entries.items(), key=lambda item: (item[0] != token_id, item[1].rank)):
-            if entry.rank <= self._num_top or each_id == token_id:
-                name = entry.decoded_token or ""
-                if self._as_ids or name in top:
-                    name = _id_name(each_id)
-                top[name] = _finite(entry.logprob)
+        for each_id, entry in _with_likeliest(token_id, entries, self._num_top).items():
+            name = entry.decoded_token or ""
+            if self._as_ids or name in top:
+                name = _id_name(each_id)
+            top[name] = _finite(entry.logprob)
         return top
 
 
@@ -129,8 +128,7 @@ class ChatLogprobsFormat:
             zip(completion.token_ids, completion.logprobs or [], strict=True), 1 - len(completion.token_ids)
         ):
             left_out = token_id if place == 0 and self._ends_unseen(completion) else None
-            ranked = sorted(each.items(), key=lambda item: item[1].rank)
-            top = [self._entry(each_id, entry, left_out) for each_id, entry in ranked[: self._num_top]]
+            top = [self._entry(each_id, entry, left_out) for each_id, entry in _likeliest(each, self._num_top)]
             content.append({**self._entry(token_id, each[token_id], left_out), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
@@ -171,11 +169,20 @@ def prompt_logprobs(output: RequestOutput, num_top: int) -> PromptLogprobs:
                     "rank": entry.rank,
                     "decoded_token": entry.decoded_token,
                 }
-                for each_id, entry in entries.items()
-                if entry.rank <= num_top or each_id == token_id
+                for each_id, entry in _with_likeliest(token_id, entries, num_top).items()
             }
         )
     return result
+
+
+def _likeliest(entries: Entries, num_top: int) -> list[tuple[int, Logprob]]:
+    """The entries of the likeliest tokens. They are counted, as equally likely tokens have one rank."""
+    return sorted(entries.items(), key=lambda item: item[1].rank)[:num_top]
+
+
+def _with_likeliest(token_id: int, entries: Entries, num_top: int) -> dict[int, Logprob]:
+    """The entry of a token, and then those of the likeliest tokens."""
+    return {token_id: entries[token_id], **dict(_likeliest(entries, num_top))}
 
 
 def _no_logprobs() -> CompletionLogprobs:

@@ -2,6 +2,7 @@
 reranker says of each pair. Both have all the paths and names that vLLM knows them by."""
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, Self
 
 from fastapi import APIRouter, Depends, Request
@@ -19,7 +20,7 @@ from pagedattn_serve.server.openai.embeddings import (
     check_number,
     checked_texts,
     embed,
-    shortened,
+    kept,
     tokenize,
     usage_of,
 )
@@ -155,10 +156,9 @@ async def _score(
     times = len(seconds) // len(firsts)
     if service.scores_pairs:
         firsts, seconds = (checked_texts(each, body, service, name) for name, each in texts.items())
-        token_ids = await service.tokenize_pairs(firsts * times, seconds, second)
-        prompts = [PromptTokens(None, shortened(each, body, service)) for each in token_ids]
-        for prompt in prompts:
-            service.check_length(len(prompt.token_ids), second)
+        take = partial(kept, body=body, service=service, param=second)
+        token_ids = await service.tokenize_pairs(firsts * times, seconds, second, take)
+        prompts = [PromptTokens(None, each) for each in token_ids]
         job, outputs = await embed(id_prefix, prompts, PoolingParams(), body, request, service)
         return job, [_embedding(output)[0] for output in outputs]
     prompts = await tokenize(firsts, body, service, first) + await tokenize(seconds, body, service, second)

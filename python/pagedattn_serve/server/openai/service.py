@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -43,6 +44,7 @@ T = TypeVar("T")
 LONG_TEXT = 4096  # characters: tokenizing more takes longer than waking a thread
 
 SendEvents = Callable[[bytes], Awaitable[None]]
+TakeTokens = Callable[[list[int]], list[int]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,6 +82,10 @@ class Job:
         return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
+def _as_they_are(token_ids: list[int]) -> list[int]:
+    return token_ids
+
+
 class Service:
     """One model, served under one name. Raises ValueError if it has no tokenizer."""
 
@@ -100,9 +106,10 @@ class Service:
         self.created = int(time.time())
         template = template_text(tokenizer, config.chat_template)
         special_tokens = set(self.token_names.special_texts.values())
-        self.output_format = output_format(config.tool_call_parser, config.reasoning_parser, template, special_tokens)
         added_tokens = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
-        self.takes_budget = self.output_format.takes_budget(added_tokens)  # of the tokens of a thought
+        self.output_format = output_format(
+            config.tool_call_parser, config.reasoning_parser, template, special_tokens, added_tokens
+        )
         self.max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_model(self, name: str | None) -> None:
@@ -111,31 +118,40 @@ class Service:
             message = f"model: expected {self.config.served_model_name}, got {name}, which does not exist here"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def tokenize(self, texts: list[str], add_special_tokens: bool, param: str = "prompt") -> list[list[int]]:
-        """Token ids of each text. Raises ApiError, which names the field, for a text that UTF-8 cannot write."""
+    async def tokenize(
+        self, texts: list[str], add_special_tokens: bool, param: str = "prompt", take: TakeTokens = _as_they_are
+    ) -> list[list[int]]:
+        """Token ids of each text. Raises ApiError, which names the field, for a text that UTF-8 cannot write.
+
+        take: called with the token ids of a text before the next text is tokenized. Returns those that are kept, or
+        raises ApiError.
+        """
         return await self._with_tokenizer(
-            sum(map(len, texts)), lambda: [self.texts.tokenize(text, add_special_tokens) for text in texts], param
+            sum(map(len, texts)), lambda: [take(self.texts.tokenize(text, add_special_tokens)) for text in texts], param
         )
 
-    async def tokenize_pairs(self, firsts: list[str], seconds: list[str], param: str) -> list[list[int]]:
-        """Token ids of each pair of texts, as the tokenizer joins them. Raises as `tokenize`."""
+    async def tokenize_pairs(
+        self, firsts: list[str], seconds: list[str], param: str, take: TakeTokens
+    ) -> list[list[int]]:
+        """Token ids of each pair of texts, as the tokenizer joins them. take, raises: as `tokenize`."""
         return await self._with_tokenizer(
             sum(map(len, firsts + seconds)),
-            lambda: [self.texts.tokenize(a, pair=b) for a, b in zip(firsts, seconds, strict=True)],
+            lambda: [take(self.texts.tokenize(a, pair=b)) for a, b in zip(firsts, seconds, strict=True)],
             param,
         )
 
-    async def tokenize_infilling(self, prefixes: list[str], suffix: str, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each prompt that asks for what stands before the suffix. Raises ApiError, which names the field,
-        as `tokenize`, and if the model fills in nothing."""
+    async def tokenize_infilling(
+        self, prefixes: list[str], suffix: str, add_special_tokens: bool, take: TakeTokens
+    ) -> list[list[int]]:
+        """Token ids of each prompt that asks for what stands before the suffix. take: as `tokenize`. Raises ApiError,
+        which names the field, as `tokenize`, and if the model fills in nothing."""
         if (infilling := self.infilling) is None:
             message = "suffix: expected none, as the model has no tokens that ask for what stands between two texts"
             raise ApiError(400, message, param="suffix")
         await self.tokenize([suffix], False, "suffix")
+        prompt = partial(infilling.prompt, self.texts.tokenize, suffix=suffix, add_special_tokens=add_special_tokens)
         return await self._with_tokenizer(
-            sum(map(len, prefixes)) + len(suffix),
-            lambda: [infilling.prompt(self.texts.tokenize, prefix, suffix, add_special_tokens) for prefix in prefixes],
-            "prompt",
+            sum(map(len, prefixes)) + len(suffix), lambda: [take(prompt(prefix)) for prefix in prefixes], "prompt"
         )
 
     async def detokenize(self, prompts: list[list[int]], param: str = "prompt") -> list[str]:
@@ -449,7 +465,8 @@ class EventStream(Response):
     """Sends the events of `send_all`, then `done`.
 
     An error before the first event is raised, and gets a response of its own. A later error becomes what `fail` makes
-    of it, the end of the stream. `send_all` is cancelled as soon as the client has gone.
+    of it, the end of the stream; so does the time limit of the request. `send_all` is cancelled as soon as the client
+    has gone.
     """
 
     media_type = "text/event-stream"
@@ -481,6 +498,8 @@ class EventStream(Response):
             async with sending:
                 if not has_begun:
                     has_begun = True
+                    if context := current_request.get():
+                        context.fail = self._fail
                     await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": events, "more_body": True})
 

@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from pydantic_core import PydanticCustomError
 
 from pagedattn_serve.server.http.errors import ApiError, encode_json
-from pagedattn_serve.server.openai.errors import validation_error
+from pagedattn_serve.server.openai.errors import NOT_JSON, validation_error
 from pagedattn_serve.server.openai.fields import ChatCompletionRequest
 
 T = TypeVar("T")
@@ -19,14 +20,15 @@ _MESSAGE = re.compile(r"messages\[(\d+)\][^ :]*")
 
 
 def checked_json(value: T) -> T:
-    """The same value. Raises ValueError for what JSON cannot say, such as NaN, and for what is nested too deeply."""
+    """The same value. Raises an error of pydantic for what JSON cannot say, such as NaN, and for what is nested too
+    deeply."""
     nested: Any = value
     for _ in range(ROOM):
         nested = [nested]
     try:
         encode_json(nested)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    except (RecursionError, ValueError):
+        raise PydanticCustomError(NOT_JSON, "JSON that is not nested too deeply and has no NaN or Infinity") from None
     return value
 
 

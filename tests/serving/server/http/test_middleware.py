@@ -416,10 +416,11 @@ def test_an_error_of_the_app_is_a_500_and_its_text_stays_out_of_the_log(caplog: 
 PAGE = {"Origin": "https://chat.example"}
 
 
-def test_pages_of_allowed_origins_may_ask() -> None:
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "DELETE"])
+def test_pages_of_allowed_origins_may_ask(method: str) -> None:
     """Before they ask, without a key, and when they are refused. Other pages read nothing."""
     app = make_app(api_keys=KEYS, allowed_origins=("https://chat.example",))
-    asking = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    asking = {"Access-Control-Request-Method": method, "Access-Control-Request-Headers": "authorization,content-type"}
     before = request(app, "/v1/echo", "OPTIONS", headers=PAGE | asking)
     assert before.status_code == 200
     assert before.headers["access-control-allow-headers"] == asking["Access-Control-Request-Headers"]

@@ -72,6 +72,23 @@ def test_a_call_that_is_cut() -> None:
     assert message["stop_reason"] == "max_tokens"
 
 
+@pytest.mark.parametrize(
+    ("text", "statuses"),
+    [
+        (CALL, ["completed"]),
+        (CALL[:-3], ["completed"]),
+        (f"{CALL}{NOW[:-16]}", ["completed", "incomplete"]),
+        (f"{CALL}{NOW[:20]}", ["completed"]),
+        (f"{CALL}So", ["completed", "completed"]),
+    ],
+)
+def test_a_call_and_a_stop_string(text: str, statuses: list[str]) -> None:
+    """A call is incomplete if its arguments are, and so is the response."""
+    _, response = told(WRITERS["responses"][0], [text])
+    assert [item["status"] for item in response["output"]] == statuses
+    assert response["status"] == statuses[-1]
+
+
 def test_an_output_that_fails() -> None:
     writer = ResponseWriter(HEAD, FORMAT)
     events = writer.start(5, 0)

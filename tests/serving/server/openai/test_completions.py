@@ -12,10 +12,12 @@ from checkpoints import BEGINNING, SPEECH, make_metaspace_tokenizer, make_model,
 from pydantic import TypeAdapter
 
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagedattn_serve.server.http.errors import JSONResponse
 from pagedattn_serve.server.openai import logprobs
 from pagedattn_serve.server.openai.answers import response_of
 from pagedattn_serve.server.openai.completions import CompletionResponse
+from pagedattn_serve.text.detokenizer import TokenNames
 
 PATH = "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 100}
@@ -217,6 +219,24 @@ def test_logprobs(demo: Any) -> None:
         logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
     ):
         assert top[token] == logprob
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 2, 3])
+def test_as_many_logprobs_as_were_asked_for(client: Any, num_top: int) -> None:
+    """Of tokens that are equally likely, too, and so of one rank."""
+    entries = {
+        7: Logprob(-3.0, 5, "came"),
+        1: Logprob(-1.0, 1, "a"),
+        2: Logprob(-2.0, 2, "b"),
+        3: Logprob(-2.0, 2, "c"),
+        4: Logprob(-2.0, 2, "d"),
+    }
+    form = logprobs.CompletionLogprobsFormat(TokenNames(client.engine.texts.tokenizer), num_top, False)
+    [top] = form.add(CompletionOutput(0, "came", [7], 0.0, [entries], None))["top_logprobs"]
+    assert top is not None and list(top) == ["came", "a", "b", "c"][: num_top + 1]
+    output = RequestOutput("id", None, [5, 7], [], True, RequestMetrics(0.0), prompt_logprobs=[None, entries])
+    [_, found] = logprobs.prompt_logprobs(output, num_top)
+    assert found is not None and list(found) == ["7", "1", "2", "3"][: num_top + 1]
 
 
 def test_echoed_logprobs_score_a_text(demo: Any) -> None:

@@ -68,7 +68,7 @@ def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
     ("path", "fields", "param", "message"),
     [
         (EMBEDDINGS, {}, "input", "input: expected a value, got none"),
-        (EMBEDDINGS, {"input": 5}, "input", r"input: expected a string or a list \(of strings, token ids or items"),
+        (EMBEDDINGS, {"input": 5}, "input", "input: expected a string, a list of strings, a list of token"),
         (EMBEDDINGS, {"input": []}, "input", "input: expected 1 to 2,048 inputs, got 0"),
         (EMBEDDINGS, {"input": ["a"] * 2049}, "input", "input: expected 1 to 2,048 inputs, got 2,049"),
         (EMBEDDINGS, {"input": [[5], []]}, "input", "input: expected one token at least, got none"),
@@ -98,6 +98,27 @@ def test_what_is_refused(embedder: Any, path: str, fields: dict[str, Any], param
     status, found, text = embedder.error(path, **fields)
     assert (status, found) == (404 if param == "model" else 400, param), text
     assert re.search(message, text), text
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fields"), [(EMBEDDINGS, "input", {}), (RERANK, "documents", {"query": "the cat"})]
+)
+def test_nothing_is_tokenized_after_a_text_that_is_too_long(
+    embedder: Any, path: str, field: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = embedder.engine.texts
+    tokenize = texts.tokenize
+    tokenized = []
+
+    def watched(text: str, *options: Any) -> Any:
+        tokenized.append(text)
+        return tokenize(text, *options)
+
+    monkeypatch.setattr(texts, "tokenize", watched)
+    long = "a" * 300
+    status, param, message = embedder.error(path, **fields, **{field: ["end", long, "the end"]})
+    assert (status, param) == (400, field) and "maximum context length" in message
+    assert tokenized == [*fields.values(), "end", long]
 
 
 def test_a_prompt_as_long_as_the_model_takes(embedder: Any, llm: LLM) -> None:

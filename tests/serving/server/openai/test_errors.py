@@ -133,7 +133,7 @@ def test_sampling_fields(client: Any, fields: dict[str, Any], param: str | None)
 )
 def test_fields_of_completions(client: Any, fields: dict[str, Any], param: str) -> None:
     status, blamed, message = client.error(COMPLETIONS, **fields)
-    assert (status, blamed) == (400, param), message
+    assert (status, blamed) == (400, param) and message.startswith(f"{param}: "), message
 
 
 @pytest.mark.parametrize(
@@ -214,18 +214,48 @@ def test_as_many_texts_as_are_looked_for(client: Any, name: str) -> None:
     assert client.post(COMPLETIONS, prompt=BEGINNING, **{name: ["Z"] * 1000}).status_code == 200
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_far_more_than_the_model_has_positions_for(client: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+FAR_TOO_LONG = "x" * 100_000
+FAR_TOO_LONG_CHAT = {"messages": [{"role": "user", "content": FAR_TOO_LONG}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt": ["a", FAR_TOO_LONG]}),
+        (CHAT, FAR_TOO_LONG_CHAT),
+        ("/tokenize", {"prompt": FAR_TOO_LONG}),
+        ("/tokenize", FAR_TOO_LONG_CHAT),
+    ],
+    ids=["completions", "chats", "tokenize", "tokenize a chat"],
+)
+def test_far_more_than_the_model_has_positions_for(
+    client: Any, path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is known by its characters, without the minute that its tokens would take."""
     monkeypatch.setattr(client.engine.texts, "tokenize", None)
-    text = "x" * 100_000
-    fields = {"prompt": ["a", text]} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
     response = client.post(path, **fields)
     assert response.status_code == 400
     error = response.json()["error"]
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == next(iter(fields))
     assert "128 tokens" in error["message"] and "100000 characters" in error["message"]
+
+
+def test_nothing_is_tokenized_after_a_prompt_that_is_too_long(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = client.engine.texts
+    tokenize = texts.tokenize
+    tokenized = []
+
+    def watched(text: str, *options: Any) -> Any:
+        tokenized.append(text)
+        return tokenize(text, *options)
+
+    monkeypatch.setattr(texts, "tokenize", watched)
+    response = client.post(COMPLETIONS, prompt=["a", "x" * 200, "b"])
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert tokenized == ["a", "x" * 200]
+    monkeypatch.setattr(texts, "detokenize", None)
+    assert client.error(COMPLETIONS, prompt=[5] * 200, echo=True)[:2] == (400, "prompt")
 
 
 def test_empty_fields_for_what_is_not_done_are_taken(client: Any) -> None:
@@ -300,6 +330,16 @@ def test_what_the_tokenizer_refuses_is_said_of_the_field(client: Any) -> None:
     assert (status, param) == (400, "tokens") and message.startswith("tokens: expected an int in [0, "), message
     status, param, message = client.error("/tokenize", prompt="a\ud800")
     assert (status, param) == (400, "prompt") and message.startswith("prompt: expected text that UTF-8"), message
+
+
+def test_the_forms_of_a_field_are_those_of_the_route(client: Any) -> None:
+    assert client.error("/tokenize", prompt=["a"]) == (400, "prompt", "prompt: expected a string, got ['a']")
+
+
+def test_a_path_with_a_slash_more_is_none(client: Any) -> None:
+    """Catches a redirect, which would leave out the path under which a proxy serves the server."""
+    response = client.http.post(f"{COMPLETIONS}/", json={"prompt": BEGINNING}, follow_redirects=False)
+    assert client.error_of(response) == (404, None, f"Not Found: POST {COMPLETIONS}/")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])

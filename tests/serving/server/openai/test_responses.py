@@ -1,5 +1,6 @@
 """The Responses API: its objects and events as OpenAI's client knows them, the loop with tools, what is kept."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from openai.types.responses import Response
 from pydantic import TypeAdapter
 
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.server.openai.blocks import OutputReader
 from pagedattn_serve.server.openai.responses.objects import ResponseObject
 from pagedattn_serve.server.openai.responses.store import ResponseStore
 
@@ -159,6 +161,38 @@ def test_methods(client: Any) -> None:
     assert (response.status_code, response.headers["allow"]) == (405, "DELETE, GET")
 
 
+def test_text_that_utf8_cannot_write(client: Any) -> None:
+    """Catches bytes that are no UTF-8 where a response is given again."""
+    response = respond(client, input=BEGINNING, user="\ud800", **SHORT)
+    assert response["user"] == "\ud800"
+    path = f"{PATH}/{response['id']}"
+    assert json.loads(client.http.get(path).content.decode()) == response
+
+
+def test_a_stream_that_takes_too_long(
+    speaker_path: str, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with the response as far as it has come. The time is over once all tokens have come."""
+    limits: dict[float, asyncio.Timeout] = {}
+    timeout = asyncio.timeout
+
+    def watched_timeout(seconds: float) -> asyncio.Timeout:
+        limits[seconds] = timeout(seconds)
+        return limits[seconds]
+
+    async def end(*_: Any) -> None:
+        limits[77.0].reschedule(asyncio.get_running_loop().time())
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(asyncio, "timeout", watched_timeout)
+    monkeypatch.setattr(OutputReader, "end", end)
+    with serve(LLMEngine(speaker_path), chat_template="{{ messages[0].content }}", request_timeout=77.0) as client:
+        response = respond(client, True, input=BEGINNING, **SPEAK)
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    assert response["error"]["message"] == "request: expected its answer to end within 77 seconds"
+    assert text_of(response) == SPEECH
+
+
 def test_what_is_not_kept(client: Any) -> None:
     response = respond(client, input=BEGINNING, store=False, **SHORT)
     assert response["store"] is False
@@ -259,6 +293,19 @@ def test_a_call_that_is_cut(tools: Any, stream: bool) -> None:
         json.loads(call["arguments"])
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts(tools: Any, stream: bool) -> None:
+    """It is not to be run, unless the stop string comes after the arguments."""
+    response = respond(tools, stream, input="Rain?", stop=['"city"'], **CALL)
+    [call] = response["output"]
+    assert (call["type"], call["status"], response["status"]) == ("function_call", "incomplete", "incomplete")
+    assert (response["incomplete_details"], response["completed_at"]) == ({}, None)
+    response = respond(tools, stream, input="Rain?", stop=["</tool_call>"], **CALL)
+    [call] = response["output"]
+    assert (call["status"], response["status"], response["incomplete_details"]) == ("completed", "completed", None)
+    assert json.loads(call["arguments"])["city"] in ("Paris", "Rome")
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -293,10 +340,14 @@ def nested(**item: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": "a"}, item]}
 
 
+def form_of(**fields: Any) -> dict[str, Any]:
+    return {"input": "a", "text": {"format": fields}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"input": []}, "input", "input: expected a string or a list (of strings, token ids or items), one at least"),
+        ({"input": []}, "input", "input: expected a string or a list of items, one at least"),
         ({"input": "a", "background": True}, "background", "background: "),
         ({"input": "a", "background": 0}, "background", "background: "),
         ({"input": "a", "top_logprobs": False}, "top_logprobs", "top_logprobs: "),
@@ -307,16 +358,21 @@ def nested(**item: Any) -> dict[str, Any]:
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "web_search"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "tool_choice: "),
         ({"input": "a", "max_output_tokens": 10**6}, "input", "maximum context length"),
-        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "text.format: "),
         (nested(type={}, role="user", content="a"), "input", "input[1].type: "),
         (nested(type="computer_call"), "input", "input[1].type: "),
         (nested(role="user", content=[{"type": "input_image"}]), "input", "input[1].content[0].type: "),
         (nested(role="user", content=5), "input", "input[1].content: "),
-        (nested(role=5, content="a"), "input", "input[1]: "),
+        (nested(role=5, content="a"), "input", "input[1].role: "),
+        (nested(content="a"), "input", "input[1].role: "),
+        (nested(type="function_call", arguments="{}", call_id="c"), "input", "input[1].name: "),
         (nested(type="function_call", name="f", arguments="{", call_id="c"), "input", "input[1]: "),
         (nested(type="function_call", name="f", arguments="{}"), "input", "input[1].call_id: "),
         (nested(type="function_call_output", call_id="c", output=None), "input", "input[1].output: "),
-        (nested(role="user", content="a", more=float("nan")), "input", "input: "),
+        (nested(role="user", content="a", more=float("nan")), "input", "input: expected JSON that "),
+        (form_of(type="json_schema", name="a", schema={"const": float("inf")}), "text", "text: expected JSON that "),
+        (form_of(type="json_schema", name="a"), "text.format", "text.format: expected a schema with the type json"),
+        (form_of(type="text", schema={}), "text.format", "and with no other, got one with text"),
+        (form_of(type="json_object", schema=True), "text.format", "and with no other, got one with json_object"),
     ],
     ids=str,
 )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from tool_models import TOOL_TEMPLATE, make_tool_model
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.server.openai.chat import ChatCompletionResponse
@@ -136,6 +137,57 @@ def test_calls_that_are_cut(tools: Any, stream: bool) -> None:
     assert call["function"]["name"] == "get_weather"
 
 
+@pytest.fixture(scope="module")
+def serve_form(tmp_path_factory: pytest.TempPathFactory, serve: Callable[..., Any]) -> Callable[[str], Any]:
+    """serve_form(name) is a server whose model writes calls as that parser reads them. The engine is not that of
+    `tools`, as an engine works for one server at a time."""
+    directory = tmp_path_factory.mktemp("forms")
+    make_tool_model(directory, TOOL_TEMPLATE)
+    engine = LLMEngine(str(directory), num_blocks=64)
+    return lambda name: serve(engine, tool_call_parser=name)
+
+
+ONE_CALL = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False, **WITHOUT_THOUGHT}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "mistral", "llama3_json", "pythonic", "deepseek_v3"])
+def test_calls_that_are_cut_have_no_content(serve_form: Callable[[str], Any], name: str) -> None:
+    """Whatever token is the last. So /v1/responses has no message beside a call."""
+    body = {**ONE_CALL, "tools": [{"type": "function", **WEATHER["function"]}], "seed": 3}
+    with serve_form(name) as client:
+        for max_tokens in (1, 2, 5, 11, 14, 22, 40, 70, 90):
+            for stream in (False, True):
+                [choice] = ask(client, stream, **{**ONE_CALL, "max_tokens": max_tokens})["choices"]
+                assert not choice["message"]["content"], choice
+            response = client.answer("/v1/responses", input="Rain?", max_output_tokens=max_tokens, **body)
+            [item] = response["output"]
+            assert item["type"] == "function_call" or item["content"][0]["text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "stop", "reason"),
+    [
+        ("hermes", '"city"', "stop"),
+        ("hermes", "</tool_call>", "tool_calls"),
+        ("qwen3_coder", "</parameter>", "stop"),
+        ("qwen3_coder", "</tool_call>", "tool_calls"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_and_a_stop_string(
+    serve_form: Callable[[str], Any], name: str, stop: str, reason: str, stream: bool
+) -> None:
+    """A call whose arguments are cut is not to be run."""
+    with serve_form(name) as client:
+        [choice] = ask(client, stream, stop=[stop], **ONE_CALL)["choices"]
+    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == (reason, 1)
+    if reason == "tool_calls":
+        assert calls_of(choice)[0][1]["city"] in ("Paris", "Rome")
+    else:
+        with pytest.raises(json.JSONDecodeError):
+            calls_of(choice)
+
+
 def test_none_is_no_call(tools: Any) -> None:
     """The prompt has the tools nevertheless."""
     answer = ask(tools, tools=TOOLS, tool_choice="none", max_tokens=30, n=4)
@@ -233,6 +285,18 @@ def test_without_a_parser_a_thought_is_text(tool_engine: LLMEngine, serve: Calla
         assert (status, param) == (400, "tools") and "--tool-call-parser" in message
         status, param, message = client.error(PATH, messages=MESSAGES, thinking_token_budget=5)
         assert (status, param) == (400, "thinking_token_budget") and "--reasoning-parser" in message
+
+
+@pytest.mark.parametrize("more", [{}, {"tools": TOOLS}, {"guided_choice": ["yes"]}], ids=["alone", "tools", "form"])
+def test_a_bound_of_a_thought_whose_end_is_no_token(
+    demo_engine: LLMEngine, serve: Callable[..., Any], more: Any
+) -> None:
+    """Catches an error that blames another field."""
+    with serve(demo_engine, chat_template=TOOL_TEMPLATE) as client:
+        status, param, message = client.error(PATH, messages=MESSAGES, thinking_token_budget=5, **more)
+        assert (status, param) == (400, "thinking_token_budget")
+        expected = "none, as the end of a thought, </think>, is not one of the tokenizer's added tokens"
+        assert message == f"thinking_token_budget: expected {expected}"
 
 
 def test_a_message_that_is_continued(tools: Any) -> None:

@@ -83,6 +83,6 @@ async def count_tokens(body: CountTokensRequest, service: Annotated[Service, Dep
 
 def _as_chat(body: CountTokensRequest, service: Service) -> tuple[ChatCompletionRequest, list[str]]:
     try:
-        return as_chat(body, service.takes_budget)
+        return as_chat(body, service.output_format.takes_budget)
     except (TypeError, ValueError) as error:
         raise ApiError(400, str(error), param="messages") from None

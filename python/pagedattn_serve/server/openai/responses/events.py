@@ -4,6 +4,7 @@ import secrets
 import time
 from typing import Any
 
+from pagedattn_serve.output_parsing.events import is_whole
 from pagedattn_serve.output_parsing.output_format import OutputFormat
 from pagedattn_serve.server.http.errors import DONE, ApiError
 from pagedattn_serve.server.openai.blocks import BlockWriter, Fields, Kind, OutputEnd, encode_events
@@ -32,7 +33,8 @@ class ResponseWriter(BlockWriter):
         return [self._event(name, response=self.answer()) for name in ("created", "in_progress")]
 
     def finish(self, end: OutputEnd) -> list[Fields]:
-        is_cut = end.finish_reason == "length"
+        is_long = end.finish_reason == "length"
+        is_cut = is_long or (self._open == "call" and not is_whole("".join(self._pieces)))  # by a stop string
         events = self.close(is_cut)
         if not self._items:
             events = [*self._begin("text", ""), *self._end("text", is_cut)]
@@ -44,7 +46,8 @@ class ResponseWriter(BlockWriter):
             "total_tokens": end.num_prompt_tokens + end.num_tokens,
         }
         if is_cut:
-            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+            # OpenAI has no name for a stop string as a reason.
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"} if is_long else {}
         else:
             self._response["completed_at"] = int(time.time())
         return [*events, self._last_event("incomplete" if is_cut else "completed")]

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
+from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.openai.fields import (
     MAX_BUDGET,
     MAX_METADATA,
@@ -187,6 +188,10 @@ def _named(tool: NamedFunction) -> dict[str, Any]:
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:
+    if (form.type == "json_schema") != (form.json_schema is not None):
+        got = "none" if form.json_schema is None else f"one with {form.type}"
+        message = f"text.format: expected a schema with the type json_schema, and with no other, got {got}"
+        raise ApiError(400, message, param="text.format")
     if form.type != "json_schema":
         return {"type": form.type}
     return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.json_schema}}

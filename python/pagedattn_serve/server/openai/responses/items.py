@@ -55,15 +55,17 @@ def chat_messages(items: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str
                 message = of_assistant(name, "content", "tool_calls")
                 message["content"] = _content(f"{name}.content", item.get("content"))
             case "message":
-                message = {"role": item.get("role"), "content": _content(f"{name}.content", item.get("content"))}
+                role = _text(f"{name}.role", item.get("role"))
+                message = {"role": role, "content": _content(f"{name}.content", item.get("content"))}
                 messages.append((name, message))
             case "reasoning":
                 if thought := _thought(name, item):
                     message = of_assistant(name, "content", "tool_calls")
                     message["reasoning_content"] = "\n".join([*_given(message, "reasoning_content"), thought])
             case "function_call":
-                function = {"name": item.get("name"), "arguments": _text(f"{name}.arguments", item.get("arguments"))}
-                call = {"id": _text(f"{name}.call_id", item.get("call_id")), "type": "function", "function": function}
+                texts = {field: _text(f"{name}.{field}", item.get(field)) for field in ("name", "arguments", "call_id")}
+                function = {"name": texts["name"], "arguments": texts["arguments"]}
+                call = {"id": texts["call_id"], "type": "function", "function": function}
                 of_assistant(name).setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 call_id = _text(f"{name}.call_id", item.get("call_id"))

@@ -99,4 +99,4 @@ class ResponseStore:
 
 
 def _encode(value: object) -> bytes:
-    return encode_json(value).encode("utf-8", "surrogatepass")
+    return encode_json(value).encode("utf-8", "backslashreplace")
