@@ -3,6 +3,7 @@ plain torch forms of the same functions, and under transformers' models, which f
 
 import importlib
 import inspect
+import math
 import subprocess
 import sys
 import textwrap
@@ -343,6 +344,19 @@ def test_mamba_1() -> None:
     assert_close((torch.stack(outs, dim=-1), state), expected)
 
 
+def test_negative_steps_of_mamba_1() -> None:
+    """Without softplus a step may be less than 0, and is not the default limit of Mamba 2."""
+    u, step, A = torch.ones(1, 1, 1), torch.full((1, 1, 1), -0.5), torch.tensor([[-1.0]])
+    state = torch.zeros(1, 1, 1)
+    out = selective_state_update(state, u[..., 0], step[..., 0], A, u[..., 0], u[..., 0])
+    assert selective_scan_fn(u, step, A, u, u, return_last_state=True) == (-0.5, -0.5)
+    assert (out, state) == (-0.5, -0.5)
+    unlimited = dict(dt_limit=(-math.inf, math.inf), return_final_states=True)
+    rows = u.view(1, 1, 1, 1)
+    assert mamba_chunk_scan_combined(rows, step, A[0], rows, rows, 4, **unlimited) == (-0.5, -0.5)
+    assert mamba_chunk_scan_combined(rows, step, A[0], rows, rows, 4) == 0
+
+
 @pytest.mark.parametrize("constant", ["B", "C", "both"])
 def test_mamba_1_with_the_same_numbers_at_all_tokens(constant: str) -> None:
     u, delta = torch.randn(2, BATCH, 6, LENGTH)
@@ -488,6 +502,18 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
     (chunk_gated_delta_rule, [*QKV, *GATES], {"initial_state": torch.zeros(2, 4, 8)}, "initial_state: expected shape"),
     (fused_recurrent_gated_delta_rule, QKV, {"gk": torch.zeros(1)}, "gk: expected None, got a tensor"),
     (fused_recurrent_gated_delta_rule, [QKV[0][:, :2], *QKV[1:]], {}, "q: expected shape"),
+    (
+        causal_conv1d_update,
+        [X, torch.zeros(2, 6, 3), W],
+        {"cache_seqlens": torch.tensor([0, -1])},
+        r"cache_seqlens: expected 0 or more, got \[0, -1\]",
+    ),
+    (
+        causal_conv1d_update,
+        [X, torch.zeros(2, 6, 3), W],
+        {"cache_seqlens": torch.zeros(2).int(), "conv_state_indices": torch.tensor([1, 1])},
+        r"conv_state_indices: expected every slot once, got \[1, 1\]",
+    ),
 ]
 
 

@@ -293,8 +293,8 @@ def test_gradients_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(page_size=12), "page_size: expected a power of two from 1 to 256, got 12"),
-        (dict(page_size=512), "page_size: expected a power of two from 1 to 256, got 512"),
+        (dict(page_size=12), "page_size: expected a power of two from 4 to 256, got 12"),
+        (dict(page_size=512), "page_size: expected a power of two from 4 to 256, got 512"),
         (dict(use_cuda_graph=True), "use_cuda_graph: expected None or False, got True"),
         (dict(use_cuda_graph=(False, True)), r"use_cuda_graph: expected None or False, got \(False, True\)"),
         (
@@ -317,7 +317,7 @@ def test_options_within_the_generation_config() -> None:
     use_paged_attention(model)
     greedy = copy.deepcopy(GREEDY)
     greedy.continuous_batching_config = ContinuousBatchingConfig(page_size=12)
-    with pytest.raises(ValueError, match="page_size: expected a power of two from 1 to 256, got 12"):
+    with pytest.raises(ValueError, match="page_size: expected a power of two from 4 to 256, got 12"):
         model.generate_batch([[1, 2, 3]], greedy)
 
 

@@ -59,7 +59,7 @@ def use_paged_attention(model: transformers.PreTrainedModel) -> None:
     forward and `generate` run on its own attention, with gradients. While a continuous batching manager of the model
     runs, forward and `generate` raise RuntimeError. Other models are not touched. A second call changes nothing.
 
-    In a ContinuousBatchingConfig, page_size must be a power of two up to 256. CUDA graphs and torch.compile raise
+    In a ContinuousBatchingConfig, page_size must be a power of two from 4 to 256. CUDA graphs and torch.compile raise
     ValueError. auto_switch_to_flash has no effect. Layers with a sliding window keep all tokens in the cache.
 
     Raises TypeError for what is not a model of transformers. Raises ValueError for a model with a layer that is not
@@ -74,6 +74,9 @@ def use_flash_attention() -> None:
     """From now on, in this process, `attn_implementation="flash_attention_2"` and `"flash_attention_3"` are taken on a
     CPU as on CUDA, and run on `pagedattn_ext.flash_attn`, also where flash-attn itself is installed. transformers warns
     that flash-attn is for GPUs and 16 bits; this one is for CPUs and fp32 as well. A second call changes nothing.
+
+    In fp32, transformers looks for an `nn.Linear` in each attention, and raises StopIteration without a text where
+    there is none, as in GPT-2.
 
     Gradients are refused, with RuntimeError. Models that list kernels of the hub for their attention, such as gpt-oss,
     go on with these.
@@ -339,9 +342,9 @@ def _enough_blocks(page_size: int, hints: WorkloadHints | None) -> int | None:
 
 
 def _check_config(config: transformers.ContinuousBatchingConfig) -> None:
-    if not 1 <= config.page_size <= MAX_BLOCK_SIZE or config.page_size & (config.page_size - 1):
+    if not 4 <= config.page_size <= MAX_BLOCK_SIZE or config.page_size & (config.page_size - 1):
         raise ValueError(
-            f"use_paged_attention: page_size: expected a power of two from 1 to {MAX_BLOCK_SIZE}, "
+            f"use_paged_attention: page_size: expected a power of two from 4 to {MAX_BLOCK_SIZE}, "
             f"got {config.page_size}"
         )
     if any(config.cuda_graph_booleans):

@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "pagedattn") -> int:
         try:
             return run(argv, prog)
         finally:
-            sys.stdout.flush()  # shows at the latest whether the reader has gone away, after --help too
+            if sys.stdout is not None:  # closed
+                sys.stdout.flush()  # shows at the latest whether the reader has gone away, after --help too
     except BrokenPipeError:  # `| head` has seen enough, and the interpreter must not write at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # the status that a shell reports for a process that SIGPIPE ended

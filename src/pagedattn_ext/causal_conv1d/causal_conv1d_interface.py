@@ -114,6 +114,9 @@ def _update_rings(
     batch_size, _, seq_len = x.shape
     num_slots, dim, state_len = conv_state.shape
     check_indices(function, "cache_seqlens", cache_seqlens, batch_size)
+    if values_are_checked(cache_seqlens) and min(cache_seqlens.tolist(), default=0) < 0:
+        got = cache_seqlens.tolist()
+        raise ValueError(f"{function.__qualname__}: cache_seqlens: expected 0 or more, got {got}")
     if slots is None:
         if num_slots != batch_size:
             expected = f"{batch_size} states, one for each sequence of x"
@@ -123,6 +126,10 @@ def _update_rings(
         check_indices(function, "conv_state_indices", slots, batch_size)
         if values_are_checked(slots) and not all(-1 <= slot < num_slots for slot in slots.tolist()):
             expected = f"-1 (padding) to {num_slots - 1}"
+            raise ValueError(f"{function.__qualname__}: conv_state_indices: expected {expected}, got {slots.tolist()}")
+        used = [slot for slot in slots.tolist() if slot >= 0] if values_are_checked(slots) else []
+        if len(set(used)) < len(used):
+            expected = "every slot once"
             raise ValueError(f"{function.__qualname__}: conv_state_indices: expected {expected}, got {slots.tolist()}")
         if min(batch_size, num_slots) == 0:  # no sequences, or padding alone
             return _convolve(function, x, conv_state, weight, bias, activation, slots)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
@@ -10,6 +11,7 @@ from pagedattn_ext._adapters import call_as, in_one_dtype, packed_rows, to_fp32
 
 NAMES = {"input": "x", "states": "state", "state_indices": "state_batch_indices"}
 NAMES |= {"dt_min": "dt_limit", "dt_max": "dt_limit"}
+ANY_STEP = torch.finfo(torch.float32).min  # as dt_min, of which the default is 0: negative steps stay as they are
 
 
 def scan(

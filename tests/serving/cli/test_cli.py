@@ -217,6 +217,13 @@ def test_a_reader_that_goes_away(arguments: list[str]) -> None:
     assert (result.returncode, result.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("arguments", [["info"], ["generate", "--prompt", "x", "--max-tokens", "1"]])
+def test_a_standard_output_that_is_closed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python then has None in its place, as under some daemons."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(arguments) == 0
+
+
 INTERRUPTED = """
 import importlib.abc, os, signal, sys
 

@@ -139,8 +139,11 @@ def _run(
     check_tensors(name, q=q, k=k, v=v, g=g, beta=beta)
     refuse_gradients(function, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
     assert g is not None and beta is not None
-    for argument, tensor, rank in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3), ("beta", beta, 3)):
-        check_rank(name, argument, tensor, rank)
+    for argument, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rank(name, argument, tensor, 4)
+        check_shape(function, argument, tensor, (*v.shape[:2], *tensor.shape[2:]))
+    for argument, tensor in (("g", g), ("beta", beta)):
+        check_shape(function, argument, tensor, v.shape[:3])
     if use_gate:
         g = _decay(function, g, A_log, dt_bias)
     if allow_neg_eigval and not use_beta_sigmoid:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from pagedattn_ext._adapters import check_shape, packed_rows, refuse_gradients, to_fp32
-from pagedattn_ext.mamba_ssm._scan import scan
+from pagedattn_ext.mamba_ssm._scan import ANY_STEP, scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 
@@ -37,8 +37,20 @@ def selective_state_update(
     function = selective_state_update
     check_tensors(function.__qualname__, state=state, x=x, dt=dt, A=A, B=B, C=C)
     refuse_gradients(function, state=state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    rank = 2 if x.dim() == 2 else 3  # 2: of Mamba 1
+    for name, tensor in (("x", x), ("A", A), ("B", B), ("C", C)):
+        check_rank(function.__qualname__, name, tensor, rank)
+    check_rank(function.__qualname__, "state", state, rank + 1)
+    num_slots = x.shape[0] if state_batch_indices is None else state.shape[0]
+    check_shape(function, "state", state, (num_slots, *x.shape[1:], state.shape[-1]))
+    check_shape(function, "dt", dt, x.shape)
     check_shape(function, "z", z, x.shape)
-    if x.dim() == 2:  # of Mamba 1
+    check_shape(function, "A", A, state.shape[1:])
+    for name, tensor in (("B", B), ("C", C)):
+        check_shape(function, name, tensor, (x.shape[0], *tensor.shape[1:-1], state.shape[-1]))
+    check_shape(function, "D", D, x.shape[1:])
+    check_shape(function, "dt_bias", dt_bias, x.shape[1:])
+    if rank == 2:
         state, x, dt, B, C = (tensor.unsqueeze(1) for tensor in (state, x, dt, B, C))
         z, D, dt_bias = (
             None if tensor is None else tensor.unsqueeze(dim) for tensor, dim in ((z, 1), (D, 0), (dt_bias, 0))
@@ -47,13 +59,9 @@ def selective_state_update(
             state, x, dt, A.unsqueeze(0), B, C, D, z, dt_bias, dt_softplus, state_batch_indices
         )
         return out.squeeze(1)
-    for name, tensor, rank in (("state", state, 4), ("x", x, 3), ("dt", dt, 3), ("A", A, 3), ("B", B, 3), ("C", C, 3)):
-        check_rank(function.__qualname__, name, tensor, rank)
-    of_channels = {name: tensor for name, tensor in (("D", D), ("dt_bias", dt_bias)) if tensor is not None}
-    for name, tensor in of_channels.items():
-        check_rank(function.__qualname__, name, tensor, 2)
+    of_channels = [tensor for tensor in (dt, D, dt_bias) if tensor is not None]
     states = packed_rows(to_fp32(function, "state", state))
-    if x.shape[2] != 1 and (A.stride()[1:] != (0, 0) or any(t.stride(-1) != 0 for t in (dt, *of_channels.values()))):
+    if x.shape[2] != 1 and (A.stride()[1:] != (0, 0) or any(t.stride(-1) != 0 for t in of_channels)):
         # Each channel is a head of its own.
         x_rows, z_rows = x.flatten(1).unsqueeze(2), None if z is None else z.flatten(1).unsqueeze(2)
         view, A = states.flatten(1, 2).unsqueeze(2), A.flatten(0, 1)
@@ -64,7 +72,7 @@ def selective_state_update(
         dt, D, dt_bias = dt[:, :, 0], *(None if t is None else t[:, 0] for t in (D, dt_bias))
     out = scan(
         function, x_rows, dt, A, B, C, view, D, z_rows, dt_bias,
-        dt_softplus=dt_softplus, state_indices=state_batch_indices,
+        dt_softplus=dt_softplus, dt_min=ANY_STEP, state_indices=state_batch_indices,
     )  # fmt: skip
     if states is not state:
         state.copy_(states)

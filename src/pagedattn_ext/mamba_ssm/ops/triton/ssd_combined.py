@@ -15,7 +15,7 @@ from pagedattn_ext._adapters import (
     states_before,
     to_fp32,
 )
-from pagedattn_ext.mamba_ssm._scan import scan
+from pagedattn_ext.mamba_ssm._scan import ANY_STEP, scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
 
@@ -60,9 +60,12 @@ def mamba_chunk_scan_combined(
     function = mamba_chunk_scan_combined
     check_tensors(function.__qualname__, x=x, dt=dt, A=A, B=B, C=C)
     refuse_gradients(function, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias, initial_states=initial_states)
-    for name, tensor, rank in (("x", x, 4), ("dt", dt, 3), ("B", B, 4), ("C", C, 4)):
-        check_rank(function.__qualname__, name, tensor, rank)
+    for name, tensor in (("x", x), ("B", B), ("C", C)):
+        check_rank(function.__qualname__, name, tensor, 4)
+    check_shape(function, "dt", dt, x.shape[:3])
     check_shape(function, "z", z, x.shape)
+    for name, tensor in (("B", B), ("C", C)):
+        check_shape(function, name, tensor, (*x.shape[:2], *tensor.shape[2:]))
     try:
         least, greatest = dt_limit
     except (TypeError, ValueError):
@@ -83,7 +86,10 @@ def mamba_chunk_scan_combined(
     x_rows, dt_rows, b_rows, c_rows = (tensor.flatten(0, 1) for tensor in (x, dt, B, C))
     z_rows = None if z is None else z.flatten(0, 1)
     options: dict[str, Any] = dict(
-        dt_softplus=dt_softplus, dt_min=least, dt_max=None if greatest == math.inf else greatest, query_start_loc=starts
+        dt_softplus=dt_softplus,
+        dt_min=ANY_STEP if least == -math.inf else least,
+        dt_max=None if greatest == math.inf else greatest,
+        query_start_loc=starts,
     )
     if D is None or D.dim() != 2:
         out = scan(function, x_rows, dt_rows, A, b_rows, c_rows, states, D, z_rows, dt_bias, **options)
