@@ -190,35 +190,24 @@ class LLM:
     ) -> list[RequestOutput]:
         self._refuse_nested_call()
         with self._one_call:
+            self._abort_all()  # an interrupt may have kept the last call from it
+            outputs: dict[str, RequestOutput] = {}
             try:
                 self._caller = get_ident()
-                return self._run_alone(requests, params, priorities, use_tqdm)
+                for i, (prompt, param, each) in enumerate(zip(requests, params, priorities, strict=True)):
+                    self._add(nth("prompt", i, len(requests)), prompt, param, 0 if each is None else each)
+                own = set(self._request_ids)
+                with Progress(len(requests), "Requests", shown=bool(use_tqdm)) as progress:
+                    while len(outputs) < len(requests):
+                        stepped = self.llm_engine.step()  # the engine may hold requests of other callers, too
+                        finished = [output for output in stepped if output.request_id in own]
+                        outputs.update((output.request_id, output) for output in finished)
+                        progress.update(len(finished))
+                self.llm_engine.flush(waits=False)
+                return [outputs[request_id] for request_id in self._request_ids]
             finally:
                 self._caller = None
-
-    def _run_alone(
-        self,
-        requests: list[Prompt],
-        params: Sequence[SamplingParams | PoolingParams | None],
-        priorities: Sequence[int | None],
-        use_tqdm: bool | Callable[..., object],
-    ) -> list[RequestOutput]:
-        self._abort_all()  # an interrupt may have kept the last call from it
-        outputs: dict[str, RequestOutput] = {}
-        try:
-            for i, (prompt, param, each) in enumerate(zip(requests, params, priorities, strict=True)):
-                self._add(nth("prompt", i, len(requests)), prompt, param, 0 if each is None else each)
-            own = set(self._request_ids)
-            with Progress(len(requests), "Requests", shown=bool(use_tqdm)) as progress:
-                while len(outputs) < len(requests):
-                    stepped = self.llm_engine.step()  # the engine may hold requests of other callers, too
-                    finished = [output for output in stepped if output.request_id in own]
-                    outputs.update((output.request_id, output) for output in finished)
-                    progress.update(len(finished))
-            self.llm_engine.flush(waits=False)
-            return [outputs[request_id] for request_id in self._request_ids]
-        finally:
-            self._abort_all()
+                self._abort_all()
 
     def chat(
         self,
@@ -355,11 +344,9 @@ class LLM:
 
     def _output_format(self, template: str | None, tool_call_parser: str, reasoning_parser: str) -> OutputFormat:
         tokenizer = self.get_tokenizer()
-        special_tokens = set(TokenNames(tokenizer).special_texts.values())
-        added = getattr(tokenizer, "added_tokens_decoder", None)
-        added_tokens = None if added is None else {token.content for token in added.values()}
-        text = template_text(tokenizer, template)
-        return output_format(tool_call_parser, reasoning_parser, text, special_tokens, added_tokens)
+        names, text = TokenNames(tokenizer), template_text(tokenizer, template)
+        special_tokens = set(names.special_texts.values())
+        return output_format(tool_call_parser, reasoning_parser, text, special_tokens, names.added_texts)
 
     def _add(self, place: str, prompt: Prompt, param: SamplingParams | PoolingParams | None, priority: int) -> None:
         request_id = f"llm-{self._num_requests}"

@@ -188,6 +188,12 @@ class TokenNames:
             token_id: self.tokenizer.decode([token_id], clean_up_tokenization_spaces=False) for token_id in token_ids
         }
 
+    @property
+    def added_texts(self) -> set[str] | None:
+        """The texts of the added tokens; None if the tokenizer does not know them."""
+        added: dict[int, Any] | None = getattr(self.tokenizer, "added_tokens_decoder", None)
+        return None if added is None else {token.content for token in added.values()}
+
     def at(self, detokenizer: IncrementalDetokenizer, token_ids: Iterable[int]) -> Mapping[int, str]:
         """The names of these tokens, and perhaps of more tokens, where the detokenizer's next token stands."""
         if self._is_same_amid_text and detokenizer.is_amid_text:

@@ -124,13 +124,8 @@ def _update_rings(
         rings = conv_state
     else:
         check_indices(function, "conv_state_indices", slots, batch_size)
-        if values_are_checked(slots) and not all(-1 <= slot < num_slots for slot in slots.tolist()):
-            expected = f"-1 (padding) to {num_slots - 1}"
-            raise ValueError(f"{function.__qualname__}: conv_state_indices: expected {expected}, got {slots.tolist()}")
-        used = [slot for slot in slots.tolist() if slot >= 0] if values_are_checked(slots) else []
-        if len(set(used)) < len(used):
-            expected = "every slot once"
-            raise ValueError(f"{function.__qualname__}: conv_state_indices: expected {expected}, got {slots.tolist()}")
+        if values_are_checked(slots):
+            _check_slots(slots.tolist(), num_slots)
         if min(batch_size, num_slots) == 0:  # no sequences, or padding alone
             return _convolve(function, x, conv_state, weight, bias, activation, slots)
         before = rings = conv_state[slots.clamp(min=0)]
@@ -152,6 +147,17 @@ def _update_rings(
         conv_state[slots] = rings
         out.masked_fill_(is_padding, 0)
     return out
+
+
+def _check_slots(slots: list[int], num_slots: int) -> None:
+    used = [slot for slot in slots if slot != -1]
+    if not all(0 <= slot < num_slots for slot in used):
+        expected = f"-1 (padding) to {num_slots - 1}"
+    elif len(set(used)) < len(used):
+        expected = "every slot once"
+    else:
+        return
+    raise ValueError(f"{causal_conv1d_update.__qualname__}: conv_state_indices: expected {expected}, got {slots}")
 
 
 def _convolve(

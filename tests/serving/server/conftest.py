@@ -46,6 +46,18 @@ class Client:
         assert (last, nothing) == ("data: [DONE]", "")
         return [json.loads(line.removeprefix("data: ")) for line in lines]
 
+    def watch_tokenizer(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The texts that the server tokenizes from now on."""
+        texts = self.engine.texts
+        tokenize, tokenized = texts.tokenize, []
+
+        def watched(text: str, *options: Any) -> Any:
+            tokenized.append(text)
+            return tokenize(text, *options)
+
+        monkeypatch.setattr(texts, "tokenize", watched)
+        return tokenized
+
     def error(self, path: str, **body: Any) -> tuple[int, str | None, str]:
         """Status, param and message of a response that is an error in OpenAI's shape."""
         return self.error_of(self.post(path, **body))

@@ -104,7 +104,6 @@ async def chat_prompt(body: ChatCompletionRequest, service: Service) -> PromptTo
         tools=template_tools(body.tools),
         continue_final_message=body.continue_final_message is True,
     )
-    service.check_characters(text, "messages")
     [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template writes them
     return service.truncate(PromptTokens(text, token_ids), body, num_output_tokens(body))
 

@@ -79,11 +79,8 @@ async def _tokenize(body: CompletionRequest, service: Service) -> list[PromptTok
         return kept
 
     if isinstance(prompts[0], str):
-        for text in prompts:
-            service.check_characters(text, "prompt")
         adds = body.add_special_tokens is not False
         if body.suffix:
-            service.check_characters(body.suffix, "suffix")
             token_ids = await service.tokenize_infilling(prompts, body.suffix, adds, take)
         else:
             token_ids = await service.tokenize(prompts, adds, take=take)

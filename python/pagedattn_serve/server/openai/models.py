@@ -101,12 +101,9 @@ async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(se
             tools=template_tools(body.tools),
             continue_final_message=body.continue_final_message is True,
         )
-        service.check_characters(text, "messages")
         [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")
     else:
-        text = body.prompt or ""
-        service.check_characters(text, "prompt")
-        [token_ids] = await service.tokenize([text], body.add_special_tokens is not False)
+        [token_ids] = await service.tokenize([body.prompt or ""], body.add_special_tokens is not False)
     response: TokenizeResponse = {
         "count": len(token_ids),
         "max_model_len": service.max_model_len,

@@ -106,9 +106,8 @@ class Service:
         self.created = int(time.time())
         template = template_text(tokenizer, config.chat_template)
         special_tokens = set(self.token_names.special_texts.values())
-        added_tokens = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
         self.output_format = output_format(
-            config.tool_call_parser, config.reasoning_parser, template, special_tokens, added_tokens
+            config.tool_call_parser, config.reasoning_parser, template, special_tokens, self.token_names.added_texts
         )
         self.max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
@@ -121,11 +120,14 @@ class Service:
     async def tokenize(
         self, texts: list[str], add_special_tokens: bool, param: str = "prompt", take: TakeTokens = _as_they_are
     ) -> list[list[int]]:
-        """Token ids of each text. Raises ApiError, which names the field, for a text that UTF-8 cannot write.
+        """Token ids of each text. Raises ApiError, which names the field, for a text that UTF-8 cannot write, and for
+        one that `check_characters` refuses.
 
         take: called with the token ids of a text before the next text is tokenized. Returns those that are kept, or
         raises ApiError.
         """
+        for text in texts:
+            self.check_characters(text, param)
         return await self._with_tokenizer(
             sum(map(len, texts)), lambda: [take(self.texts.tokenize(text, add_special_tokens)) for text in texts], param
         )
@@ -145,6 +147,9 @@ class Service:
     ) -> list[list[int]]:
         """Token ids of each prompt that asks for what stands before the suffix. take: as `tokenize`. Raises ApiError,
         which names the field, as `tokenize`, and if the model fills in nothing."""
+        for prefix in prefixes:
+            self.check_characters(prefix, "prompt")
+        self.check_characters(suffix, "suffix")
         if (infilling := self.infilling) is None:
             message = "suffix: expected none, as the model has no tokens that ask for what stands between two texts"
             raise ApiError(400, message, param="suffix")

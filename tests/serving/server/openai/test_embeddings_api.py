@@ -106,15 +106,7 @@ def test_what_is_refused(embedder: Any, path: str, fields: dict[str, Any], param
 def test_nothing_is_tokenized_after_a_text_that_is_too_long(
     embedder: Any, path: str, field: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = embedder.engine.texts
-    tokenize = texts.tokenize
-    tokenized = []
-
-    def watched(text: str, *options: Any) -> Any:
-        tokenized.append(text)
-        return tokenize(text, *options)
-
-    monkeypatch.setattr(texts, "tokenize", watched)
+    tokenized = embedder.watch_tokenizer(monkeypatch)
     long = "a" * 300
     status, param, message = embedder.error(path, **fields, **{field: ["end", long, "the end"]})
     assert (status, param) == (400, field) and "maximum context length" in message

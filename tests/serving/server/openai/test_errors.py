@@ -242,19 +242,11 @@ def test_far_more_than_the_model_has_positions_for(
 
 
 def test_nothing_is_tokenized_after_a_prompt_that_is_too_long(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts = client.engine.texts
-    tokenize = texts.tokenize
-    tokenized = []
-
-    def watched(text: str, *options: Any) -> Any:
-        tokenized.append(text)
-        return tokenize(text, *options)
-
-    monkeypatch.setattr(texts, "tokenize", watched)
+    tokenized = client.watch_tokenizer(monkeypatch)
     response = client.post(COMPLETIONS, prompt=["a", "x" * 200, "b"])
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert tokenized == ["a", "x" * 200]
-    monkeypatch.setattr(texts, "detokenize", None)
+    monkeypatch.setattr(client.engine.texts, "detokenize", None)
     assert client.error(COMPLETIONS, prompt=[5] * 200, echo=True)[:2] == (400, "prompt")
 
 

@@ -50,15 +50,11 @@ def selective_state_update(
         check_shape(function, name, tensor, (x.shape[0], *tensor.shape[1:-1], state.shape[-1]))
     check_shape(function, "D", D, x.shape[1:])
     check_shape(function, "dt_bias", dt_bias, x.shape[1:])
+    shape = x.shape
     if rank == 2:
         state, x, dt, B, C = (tensor.unsqueeze(1) for tensor in (state, x, dt, B, C))
-        z, D, dt_bias = (
-            None if tensor is None else tensor.unsqueeze(dim) for tensor, dim in ((z, 1), (D, 0), (dt_bias, 0))
-        )
-        out = selective_state_update(
-            state, x, dt, A.unsqueeze(0), B, C, D, z, dt_bias, dt_softplus, state_batch_indices
-        )
-        return out.squeeze(1)
+        A, z = A.unsqueeze(0), None if z is None else z.unsqueeze(1)
+        D, dt_bias = (None if tensor is None else tensor.unsqueeze(0) for tensor in (D, dt_bias))
     of_channels = [tensor for tensor in (dt, D, dt_bias) if tensor is not None]
     states = packed_rows(to_fp32(function, "state", state))
     if x.shape[2] != 1 and (A.stride()[1:] != (0, 0) or any(t.stride(-1) != 0 for t in of_channels)):
@@ -76,4 +72,4 @@ def selective_state_update(
     )  # fmt: skip
     if states is not state:
         state.copy_(states)
-    return out.view(x.shape)
+    return out.view(shape)
