@@ -4,15 +4,17 @@
 which each run takes others. A timer's signal tries what lies between lines.
 """
 
+import dis
 import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import pytest
@@ -103,12 +105,25 @@ class Places:
         return self._place(frame, event, arg) if frame.f_code.co_filename in self.files else None
 
     def _place(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
-        if event in ("call", "line"):
+        if event in ("call", "line") and frame.f_lasti not in _exits(frame.f_code):
             self.count += 1
             self.seen.append((frame.f_code.co_qualname, frame.f_lineno))
             if self.count == self.at:
                 raise KeyboardInterrupt
         return self._place
+
+
+@cache
+def _exits(code: CodeType) -> set[int]:
+    """The instructions, by offset, between the body of a `with` and the call of `__exit__`. No signal comes there, as
+    Python handles signals where a function begins, after a call, and where a loop goes back."""
+    offsets = set()
+    instructions = list(dis.get_instructions(code))
+    for i, ahead in enumerate(zip(instructions, instructions[1:], instructions[2:], strict=False)):
+        if [(each.opname, each.argval) for each in ahead] == [("LOAD_CONST", None)] * 3:
+            first = i - 1 if instructions[i - 1].opname == "SWAP" else i  # with what the body returns
+            offsets |= {each.offset for each in instructions[first : i + 3]}
+    return offsets
 
 
 def chosen(seen: list[tuple[str, int]]) -> list[int]:

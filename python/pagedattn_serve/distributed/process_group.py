@@ -54,6 +54,7 @@ class ProcessGroupCommunicator:
         """Leave the group before, and begin to connect with all ranks that come to this store."""
         self.leave()
         self._group = _Group(find_store, self.rank, self.world_size, self._device)
+        self._group.begin_to_connect()
 
     def join(self, deadline: float, check: Callable[[], None]) -> None:
         """Wait until all ranks are connected. check: is called again and again. What it raises ends the waiting. Raises
@@ -69,7 +70,7 @@ class ProcessGroupCommunicator:
 
     def leave(self) -> None:
         if self._group is not None:
-            self._group.abort("the group has ended")
+            self._group.end()
             self._group = None
 
     @property
@@ -121,6 +122,10 @@ class _Group:
         self._error: Exception | None = None
         self._waits_since: float | None = None  # the time of a step's first call
         self._connecting = Thread(target=self._connect, name="pagedattn-connect", daemon=True)
+        self._watching: Thread | None = None
+
+    def begin_to_connect(self) -> None:
+        """Not as the group is made: an interrupt would leave a thread behind, of a group that nobody has."""
         self._connecting.start()
 
     def _connect(self) -> None:
@@ -164,7 +169,9 @@ class _Group:
 
     def watch(self, sockets: dict[str, socket.socket], events: int, limits_steps: bool) -> None:
         own = {reason: each.dup() for reason, each in sockets.items()}
-        Thread(target=self._watch, args=(own, events, limits_steps), name="pagedattn-watch", daemon=True).start()
+        arguments = own, events, limits_steps
+        self._watching = Thread(target=self._watch, args=arguments, name="pagedattn-watch", daemon=True)
+        self._watching.start()
 
     def _watch(self, sockets: dict[str, socket.socket], events: int, limits_steps: bool) -> None:
         reasons = {each.fileno(): reason for reason, each in sockets.items()}
@@ -196,13 +203,21 @@ class _Group:
         self._waits_since = None
         self._raise_if_broken()
 
+    def end(self) -> None:
+        """Abort, and wait for the threads. The last of them would drop the backend, and torch ends the process where a
+        thread does so as Python ends."""
+        self.abort("the group has ended")
+        if self._watching is not None and self._watching.is_alive():
+            self._watching.join()
+        if self._connecting.is_alive():
+            self._connecting.join(CHECK_SECONDS)  # no longer: nothing interrupts NCCL as it connects
+
     def abort(self, reason: str) -> None:
         with self._breaking:
-            if self.broken is not None:
-                return
-            self.broken = reason
+            if self.broken is None:
+                self.broken = reason
         if self._backend is not None:
-            self._backend.abort()
+            self._backend.abort()  # again if need be: an interrupt may have come before the first time
 
     def _raise_if_broken(self) -> None:
         if self.broken is not None:

@@ -180,6 +180,8 @@ class Workers:
                 if launch.placement is None:  # a model that has no such stages is refused before processes start
                     build_model(model.model, model.dtype, self.partition)
                 self.communicator.at_work = partial(_any_works, self._workers)
+            if isinstance(self.communicator, ProcessGroupCommunicator):
+                undo.append(self.communicator.leave)
             if not self.has_graphs:
                 model = replace(model, enforce_eager=True)
             nodes = numa_nodes(os.sched_getaffinity(0))

@@ -24,7 +24,7 @@ from warm_ranks import StartedRanks
 
 from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve import engine as engine_module
-from pagedattn_serve.distributed import communicator, workers
+from pagedattn_serve.distributed import communicator, process_group, workers
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, connect_backend
 from pagedattn_serve.errors import ExecutorDeadError
 
@@ -180,19 +180,71 @@ def test_interrupts(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
         expect_right_tokens(engine, llama)
 
 
-def test_nothing_is_left_open(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
-    """Of sockets, of stores and of the threads that watch."""
+def test_nothing_is_left_open(
+    start: Callable[..., LLMEngine], llama: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of sockets, of stores and of the threads that watch, which take their time to end."""
     others = set(threading.enumerate())
+    watch = process_group._Group._watch
+
+    def watch_and_linger(*arguments: Any) -> None:
+        watch(*arguments)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(process_group._Group, "_watch", watch_and_linger)
 
     def num_open() -> int:
         gc.collect()
-        wait_for(lambda: others.issuperset(threading.enumerate()))
+        assert others.issuperset(threading.enumerate())  # at once: a thread must not be left as the program ends
         return len(os.listdir("/proc/self/fd"))
 
     start(None)
     before = num_open()
     expect_right_tokens(start(None), llama)
     assert num_open() == before
+
+
+def test_an_interrupt_as_a_group_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When its thread runs already: the group is known, and the thread ends with it."""
+    others = set(threading.enumerate())
+
+    class Interrupted(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(process_group, "Thread", Interrupted)
+    rank = ProcessGroupCommunicator(0, 2, torch.device("cpu"))
+    with pytest.raises(KeyboardInterrupt):
+        rank.meet(torch.distributed.HashStore)
+    rank.leave()
+    assert others.issuperset(threading.enumerate())
+
+
+def test_interrupts_of_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each line: in the end the backend is aborted, or its kernels would wait on the device."""
+    aborted: set[int] = set()
+
+    class Backend:
+        def abort(self) -> None:
+            aborted.add(at)
+
+    monkeypatch.setattr(process_group, "connect_backend", lambda *_: Backend())
+    rank = ProcessGroupCommunicator(0, 1, torch.device("cpu"))
+
+    def abort(places: Places) -> None:
+        rank.meet(torch.distributed.HashStore)
+        rank.join(time.monotonic() + AT_ONCE_SECONDS, lambda: None)
+        with places:
+            rank.abort("for a reason")
+
+    at = 0
+    abort(places := Places(files=FILES))
+    for at in range(1, places.count + 1):
+        with pytest.raises(KeyboardInterrupt):
+            abort(Places(at, FILES))
+        rank.leave()
+    assert aborted == set(range(places.count + 1)) and places.count > 5
 
 
 def test_a_rank_that_is_in_no_group() -> None:
