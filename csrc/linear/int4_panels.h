@@ -8,7 +8,8 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int PAIRS_PER_BLOCK = INT4_BLOCK / (2 * QUAD);
+constexpr int QUADS_PER_BLOCK = INT4_BLOCK / QUAD;
+constexpr int PAIRS_PER_BLOCK = QUADS_PER_BLOCK / 2;
 constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
 constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
 

@@ -11,6 +11,7 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
+constexpr int RANGE_BLOCKS = 8;  // that are unpacked at a time, where there are several tiles of rows
 constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 8192 : 4096;  // under way, of all panels together
 
 // The sums of a block. A sum begins with the products of -zero and the row's codes. Without VNNI, a column has two sums
@@ -62,79 +63,86 @@ PAGEDATTN_INLINE UintVec add_small_products(UintVec sums, UintVec weights, UintV
 PAGEDATTN_INLINE IntVec column_sums(UintVec sums) { return (IntVec)sums; }
 #endif
 
-// The codes of a block of PANELS panels, as they lie in memory. The two quads of a pair share bytes.
-template <int PANELS>
-struct PackedCodes {
-  const uint8_t* bytes;
-  int64_t panel_bytes;
-
-  PAGEDATTN_INLINE UintVec quad(int pair, int half, int v) const {
-    const uint8_t* panel = bytes + v / PANEL_VECS * panel_bytes;
-    const UintVec both = load_as<UintVec>(panel + pair * BYTES_PER_PAIR + v % PANEL_VECS * VEC_BYTES);
-    return both >> 4 * half & 0x0f0f0f0f;
-  }
-};
-
-// The same codes, a byte for each. Several tiles of rows share them.
-template <int PANELS>
-struct UnpackedCodes {
-  UintVec quads[PAIRS_PER_BLOCK][2][PANELS * PANEL_VECS];
-
-  PAGEDATTN_INLINE explicit UnpackedCodes(const PackedCodes<PANELS>& packed) {
-    for (int pair = 0; pair < PAIRS_PER_BLOCK; ++pair) {
-      PAGEDATTN_UNROLL
-      for (int half = 0; half < 2; ++half) {
-        PAGEDATTN_UNROLL
-        for (int v = 0; v < PANELS * PANEL_VECS; ++v) quads[pair][half][v] = packed.quad(pair, half, v);
-      }
-    }
-  }
-
-  PAGEDATTN_INLINE UintVec quad(int pair, int half, int v) const { return quads[pair][half][v]; }
-};
-
 // The scales and zeros of one group of each panel.
 template <int PANELS>
 struct Group {
   Vec scales[PANELS * PANEL_VECS];
   UintVec minus_zeros[PANELS * PANEL_VECS];
+
+  PAGEDATTN_INLINE Group(const LinearInt4Params& p, const uint8_t* panel_scales, int64_t panel_bytes) {
+    PAGEDATTN_UNROLL
+    for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
+      const uint8_t* of_panel = panel_scales + v / PANEL_VECS * panel_bytes;
+      const int feature = v % PANEL_VECS * VEC_SIZE;
+      scales[v] = load_scales(p, of_panel, feature);
+      minus_zeros[v] = (-load_zeros(p, of_panel, feature) & 0xffff) * 0x10001;
+    }
+  }
 };
 
+// The weights of a block of PANELS panels, as they lie in memory. The two quads of a pair share bytes.
 template <int PANELS>
-PAGEDATTN_INLINE Group<PANELS> load_group(const LinearInt4Params& p, const uint8_t* panel_scales, int64_t panel_bytes) {
-  Group<PANELS> group;
-  PAGEDATTN_UNROLL
-  for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
-    const uint8_t* scales = panel_scales + v / PANEL_VECS * panel_bytes;
-    const int feature = v % PANEL_VECS * VEC_SIZE;
-    group.scales[v] = load_scales(p, scales, feature);
-    group.minus_zeros[v] = (-load_zeros(p, scales, feature) & 0xffff) * 0x10001;
+struct PackedBlock {
+  const uint8_t* bytes;
+  int64_t panel_bytes;
+  const Group<PANELS>& group;
+
+  static constexpr int QUADS_AT_ONCE = 2;
+  PAGEDATTN_INLINE UintVec quad(int first, int half, int v) const {
+    const uint8_t* pair = bytes + v / PANEL_VECS * panel_bytes + first / 2 * BYTES_PER_PAIR;
+    return load_as<UintVec>(pair + v % PANEL_VECS * VEC_BYTES) >> 4 * half & 0x0f0f0f0f;
   }
-  return group;
-}
+  PAGEDATTN_INLINE UintVec minus_zero(int v) const { return group.minus_zeros[v]; }
+  PAGEDATTN_INLINE Vec scale(int v) const { return group.scales[v]; }
+};
+
+// The same weights, a byte for each, for several tiles of rows. All have the zero 15: each is too large by 15 less its
+// own zero. So a row's sums all begin with the same number.
+template <int PANELS>
+struct UnpackedBlock {
+  static constexpr uint32_t ZERO = 15;
+  static constexpr int QUADS_AT_ONCE = VEC_BYTES == 32 ? 2 : 1;  // of 2, GCC 12 would keep a sum of AVX512 in memory
+  UintVec quads[QUADS_PER_BLOCK][PANELS * PANEL_VECS];
+  Vec scales[PANELS * PANEL_VECS];
+
+  PAGEDATTN_INLINE void unpack(const PackedBlock<PANELS>& packed) {
+    PAGEDATTN_UNROLL
+    for (int v = 0; v < PANELS * PANEL_VECS; ++v) {
+      const UintVec excess = ((packed.minus_zero(v) + ZERO) & 0xff) * 0x01010101;
+      scales[v] = packed.scale(v);
+      for (int i = 0; i < QUADS_PER_BLOCK; i += 2) {
+        quads[i][v] = packed.quad(i, 0, v) + excess;
+        quads[i + 1][v] = packed.quad(i, 1, v) + excess;
+      }
+    }
+  }
+
+  PAGEDATTN_INLINE UintVec quad(int first, int i, int v) const { return quads[first + i][v]; }
+  PAGEDATTN_INLINE UintVec minus_zero(int) const { return UintVec{} + (-ZERO & 0xffff) * 0x10001; }
+  PAGEDATTN_INLINE Vec scale(int v) const { return scales[v]; }
+};
 
 // Adds the products of a block with ROWS rows to sums [ROWS][PANELS * PANEL_VECS], of vectors [BEGIN, END) of a row.
-template <int ROWS, int PANELS, int BEGIN, int END, typename Codes>
-PAGEDATTN_INLINE void add_vectors(const Codes& weights, const Group<PANELS>& group, const int8_t* codes,
-                                  const QuantizedBlock* blocks, Vec* sums) {
+template <int ROWS, int PANELS, int BEGIN, int END, typename Block>
+PAGEDATTN_INLINE void add_vectors(const Block& weights, const int8_t* codes, const QuantizedBlock* blocks, Vec* sums) {
   constexpr int VECS = END - BEGIN;
   UintVec products[ROWS][VECS];
   PAGEDATTN_UNROLL
   for (int row = 0; row < ROWS; ++row) {
     const UintVec code_sums = UintVec{} + load_as<uint32_t>(blocks[row].sums_of_codes);
     PAGEDATTN_UNROLL
-    for (int v = 0; v < VECS; ++v) products[row][v] = begin_products(group.minus_zeros[BEGIN + v], code_sums);
+    for (int v = 0; v < VECS; ++v) products[row][v] = begin_products(weights.minus_zero(BEGIN + v), code_sums);
   }
 #pragma GCC unroll 1  // the whole loop would need too many registers
-  for (int pair = 0; pair < PAIRS_PER_BLOCK; ++pair) {
+  for (int first = 0; first < QUADS_PER_BLOCK; first += Block::QUADS_AT_ONCE) {
     PAGEDATTN_UNROLL
-    for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < Block::QUADS_AT_ONCE; ++i) {
       UintVec w[VECS];
       PAGEDATTN_UNROLL
-      for (int v = 0; v < VECS; ++v) w[v] = weights.quad(pair, half, BEGIN + v);
+      for (int v = 0; v < VECS; ++v) w[v] = weights.quad(first, i, BEGIN + v);
       PAGEDATTN_UNROLL
       for (int row = 0; row < ROWS; ++row) {
-        const UintVec x = broadcast_quad(codes + ((2 * pair + half) * ROWS + row) * QUAD);
+        const UintVec x = broadcast_quad(codes + ((first + i) * ROWS + row) * QUAD);
         PAGEDATTN_UNROLL
         for (int v = 0; v < VECS; ++v) products[row][v] = add_small_products(products[row][v], w[v], x);
       }
@@ -147,26 +155,25 @@ PAGEDATTN_INLINE void add_vectors(const Codes& weights, const Group<PANELS>& gro
     for (int v = 0; v < VECS; ++v) {
       const Vec sum = __builtin_convertvector(column_sums(products[row][v]), Vec);
       Vec& to = sums[row * PANELS * PANEL_VECS + BEGIN + v];
-      to = fma(sum * scale, group.scales[BEGIN + v], to);
+      to = fma(sum * scale, weights.scale(BEGIN + v), to);
     }
   }
 }
 
 // The same of all vectors. Where a tile has more rows than the registers hold, half of the vectors come after the
 // other half.
-template <int ROWS, int PANELS, typename Codes>
-PAGEDATTN_INLINE void add_tile(const Codes& weights, const Group<PANELS>& group, const int8_t* codes,
-                               const QuantizedBlock* blocks, Vec* sums) {
+template <int ROWS, int PANELS, typename Block>
+PAGEDATTN_INLINE void add_tile(const Block& weights, const int8_t* codes, const QuantizedBlock* blocks, Vec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
   if constexpr (NUM_REGISTERS < 32 && ROWS > MAX_TILE_ROWS) {
-    add_vectors<ROWS, PANELS, 0, VECS / 2>(weights, group, codes, blocks, sums);
-    add_vectors<ROWS, PANELS, VECS / 2, VECS>(weights, group, codes, blocks, sums);
+    add_vectors<ROWS, PANELS, 0, VECS / 2>(weights, codes, blocks, sums);
+    add_vectors<ROWS, PANELS, VECS / 2, VECS>(weights, codes, blocks, sums);
   } else {
-    add_vectors<ROWS, PANELS, 0, VECS>(weights, group, codes, blocks, sums);
+    add_vectors<ROWS, PANELS, 0, VECS>(weights, codes, blocks, sums);
   }
 }
 
-// Calls body(block, codes, group) for all blocks of PANELS panels.
+// Calls body(block, weights) for all blocks of PANELS panels.
 template <int PANELS, typename Body>
 PAGEDATTN_INLINE void for_each_block(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes,
                                      const Body& body) {
@@ -175,11 +182,11 @@ PAGEDATTN_INLINE void for_each_block(const LinearInt4Params& p, const uint8_t* w
   for (int64_t block = 0; block < num_blocks; weights += scale_bytes(p)) {
     const uint8_t* scales = weights + p.blocks_per_group * BYTES_PER_BLOCK;
     fetch_ahead(scales);
-    const Group group = load_group<PANELS>(p, scales, panel_bytes);
+    const Group<PANELS> group(p, scales, panel_bytes);
     for (const int64_t end = block + p.blocks_per_group; block < end; ++block, weights += BYTES_PER_BLOCK) {
       PAGEDATTN_UNROLL
       for (int line = 0; line < BYTES_PER_BLOCK; line += 64) fetch_ahead(weights + line);
-      body(block, PackedCodes<PANELS>{weights, panel_bytes}, group);
+      body(block, PackedBlock<PANELS>{weights, panel_bytes, group});
     }
   }
 }
@@ -188,34 +195,32 @@ PAGEDATTN_INLINE void for_each_block(const LinearInt4Params& p, const uint8_t* w
 template <int ROWS, int PANELS>
 void sum_one_tile(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
   Vec tile_sums[ROWS * PANELS * PANEL_VECS] = {};
-  for_each_block<PANELS>(
-      p, weights, panel_bytes, [&](int64_t block, const auto& codes, const auto& group) PAGEDATTN_ALWAYS_INLINE {
-        add_tile<ROWS>(codes, group, p.codes + block * INT4_BLOCK * ROWS, p.blocks + block * ROWS, tile_sums);
-      });
+  for_each_block<PANELS>(p, weights, panel_bytes, [&](int64_t block, const auto& packed) PAGEDATTN_ALWAYS_INLINE {
+    add_tile<ROWS, PANELS>(packed, p.codes + block * INT4_BLOCK * ROWS, p.blocks + block * ROWS, tile_sums);
+  });
   PAGEDATTN_UNROLL
   for (int i = 0; i < ROWS * PANELS * PANEL_VECS; ++i) sums[i] = tile_sums[i];
 }
 
-// The sums of several tiles. Each block is unpacked once for all tiles, if they are more than two.
+// The sums of several tiles. RANGE_BLOCKS blocks are unpacked once for all tiles.
 template <int PANELS>
 void sum_several_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
   const int64_t num_blocks = p.in_features / INT4_BLOCK;
   for (int64_t i = 0; i < p.num_rows * VECS; ++i) sums[i] = Vec{};
-  for_each_block<PANELS>(
-      p, weights, panel_bytes, [&](int64_t block, const auto& packed, const auto& group) PAGEDATTN_ALWAYS_INLINE {
-        const auto add_tiles = [&](const auto& codes) PAGEDATTN_ALWAYS_INLINE {
-          for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) PAGEDATTN_ALWAYS_INLINE {
-            add_tile<ROWS>(codes, group, p.codes + row * p.code_stride + block * INT4_BLOCK * ROWS,
-                           p.blocks + row * num_blocks + block * ROWS, sums + row * VECS);
-          });
-        };
-        if (MAX_SINGLE_TILE_ROWS < 2 * MAX_TILE_ROWS && p.num_rows <= 2 * MAX_TILE_ROWS) {
-          add_tiles(packed);  // to load what is unpacked would take two tiles longer
-        } else {
-          add_tiles(UnpackedCodes<PANELS>(packed));
-        }
-      });
+  UnpackedBlock<PANELS> range[RANGE_BLOCKS];
+  for_each_block<PANELS>(p, weights, panel_bytes, [&](int64_t block, const auto& packed) PAGEDATTN_ALWAYS_INLINE {
+    const int64_t first = block & -RANGE_BLOCKS;
+    range[block - first].unpack(packed);
+    if (block - first + 1 < RANGE_BLOCKS && block + 1 < num_blocks) return;
+    for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) PAGEDATTN_ALWAYS_INLINE {
+      for (int64_t i = first; i <= block; ++i) {
+        add_tile<ROWS, PANELS>(range[i - first], p.codes + row * p.code_stride + i * INT4_BLOCK * ROWS,
+                               p.blocks + row * num_blocks + i * ROWS, sums + row * VECS);
+        asm volatile("" : : : "memory");  // or GCC would keep a copy of the sums beside them, and write both
+      }
+    });
+  });
 }
 
 QuantizedBlock quantized_block(const Quantized& quantized) {
