@@ -20,6 +20,17 @@ inline int64_t nhd_heads_at_once(const PagedAttentionParams& p, const AttentionI
   return p.key_strides.token < p.key_strides.kv_head || of_head >= LEAST_ROWS ? 1 : NHD_RESULTS / of_head;
 }
 
+// How many of `num_heads` KV heads make a part, if `most` of them should. A part is fetched while the part before it is
+// computed, so all parts should be of one size: where the heads are a multiple of it, a part may have half as many
+// heads again, or fewer.
+inline int64_t heads_of_a_part(int64_t num_heads, int64_t most) {
+  const int64_t num_parts = (num_heads + most - 1) / most;
+  for (int64_t parts = (2 * num_parts + 2) / 3; parts < 2 * num_parts; ++parts) {
+    if (num_heads % parts == 0) return num_heads / parts;
+  }
+  return (num_heads + num_parts - 1) / num_parts;
+}
+
 // Fetches some KV heads of a tile while the walk is at work on the heads before them.
 template <typename T, CacheLayout LAYOUT = CacheLayout::CHUNKED>
 class FetchAhead {
@@ -27,13 +38,15 @@ class FetchAhead {
   FetchAhead(const PagedAttentionParams& params, const AttentionRow* rows, const AttentionItem& item,
              const AttentionItem* next_item)
       : p_(params), rows_(rows), item_(item), next_item_(next_item) {
-    const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
     const int64_t num_heads = item.head_end - item.head_begin;
-    const int64_t run_bytes = fetch_order().run_bytes;
-    int64_t most_heads = head_bytes < run_bytes ? run_bytes / head_bytes : 1;
-    if constexpr (LAYOUT == CacheLayout::NHD) most_heads = nhd_heads_at_once(params, item);
-    const int64_t num_parts = (num_heads + most_heads - 1) / most_heads;
-    heads_at_once_ = (num_heads + num_parts - 1) / num_parts;
+    if constexpr (LAYOUT == CacheLayout::NHD) {
+      const int64_t most = nhd_heads_at_once(params, item), num_parts = (num_heads + most - 1) / most;
+      heads_at_once_ = (num_heads + num_parts - 1) / num_parts;
+    } else {
+      const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));
+      const int64_t run_bytes = fetch_order().run_bytes;
+      heads_at_once_ = heads_of_a_part(num_heads, head_bytes < run_bytes ? run_bytes / head_bytes : 1);
+    }
   }
 
   // Whether the walk, at `head` of a tile, comes to heads that were fetched together.
@@ -83,7 +96,7 @@ class FetchAhead {
   const AttentionRow* rows_;
   const AttentionItem& item_;
   const AttentionItem* next_item_;
-  int64_t heads_at_once_;  // about as many in each part, as one is fetched while another is computed
+  int64_t heads_at_once_;
 };
 
 }  // namespace

@@ -126,9 +126,11 @@ class Prefetcher {
 
 // How much NUM_ROWS rows fetch beside their work on a tile. Half of the next part is fetched beside the keys, and half
 // beside the values. Where one instruction multiplies pairs of keys, but not of values, several rows have more to do
-// with the values. Then three quarters of the next part are fetched beside the values, so that the work is even.
+// with the values. Then three quarters of the next part are fetched beside the values, so that the work is even. Beside
+// int8 values there is room for rows of scales, which are up to a quarter of what is fetched of a head of 32 or more.
 template <typename T, int NUM_ROWS>
 struct Pace {
+  static constexpr bool HAS_SCALES = std::is_same_v<T, int8>;
   static constexpr bool LIGHT_KEYS = HAS_PAIR_DOT && !HAS_PAIR_STRIPS && std::is_same_v<T, bfloat16> && NUM_ROWS > 1;
 
   // How many chunks of the keys, of `num_bytes` each, go with a fetch in one pass over the chunks.
@@ -138,7 +140,7 @@ struct Pace {
 
   // How many fetches go with values of `num_bytes`.
   static constexpr int64_t num_value_fetches(int64_t num_bytes) {
-    return num_bytes / FETCH_BYTES * (LIGHT_KEYS ? 3 : 2) / 2;
+    return num_bytes / FETCH_BYTES * (LIGHT_KEYS || HAS_SCALES ? 3 : 2) / 2;
   }
 };
 
