@@ -67,6 +67,12 @@ def other_heads() -> Arguments:
     return arguments | {"alibi_slopes": normal(2, HEADS)}
 
 
+def scaled() -> Arguments:
+    """Of an fp8 cache, with scales by head."""
+    caches = {name: ragged()[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    return ragged() | caches | {name: normal(2, KV_HEADS).exp() for name in ("k_descale", "v_descale")}
+
+
 def with_kvcache(arguments: Arguments) -> Any:
     return flash_attn_with_kvcache(**arguments, causal=True, return_softmax_lse=True)
 
@@ -118,6 +124,7 @@ STEPS: dict[str, tuple[Callable[[], Arguments], Callable[[Arguments], Any]]] = {
     "rotary": (rotary, with_kvcache),
     "ragged": (ragged, with_kvcache),
     "other heads": (other_heads, with_kvcache),
+    "scaled": (scaled, with_kvcache),
     "padded": (padded, with_kvcache),
     "used": (used, varlen),
     "lists": (lists, append_and_run),
@@ -152,7 +159,7 @@ def test_graph(name: str) -> None:
                     arguments[lengths].add_(1)
 
 
-@pytest.mark.parametrize("name", ["ragged", "used", "lists"])
+@pytest.mark.parametrize("name", ["ragged", "scaled", "used", "lists"])
 def test_compiled(name: str) -> None:
     """Of flash-attn's steps those with the most ops."""
     make, step = STEPS[name]
@@ -199,6 +206,8 @@ LEAVING: list[tuple[str, str, Tensor, str]] = [
     ("rotary", "cache_seqlens", indices(5, 11), "cached_lens"),
     ("ragged", "cu_seqlens_k_new", indices(0, 3, 5), "key_start_loc"),
     ("ragged", "cu_seqlens_q", indices(0, 3, 3), "query_start_loc"),
+    ("scaled", "cache_seqlens", indices(5, 12), "cached_lens"),
+    ("scaled", "cu_seqlens_q", indices(0, 3, 3), "query_start_loc"),
     ("padded", "cache_leftpad", indices(8, 0), "left_padding"),
     ("padded", "cache_leftpad", indices(-1, 0), "left_padding"),
     ("padded", "cache_batch_idx", indices(4, 0), "block_tables"),

@@ -70,6 +70,7 @@ OF_VARLEN: list[Wrong] = [
     ),
     ({"softmax_scale": float("nan")}, "softmax_scale: expected a finite number of float32, got nan$"),
     ({"softmax_scale": "x"}, "softmax_scale: expected a number, got str$"),
+    ({"s_aux": torch.ones(HEADS).to(torch.complex64)}, "s_aux: expected a real dtype, got complex64$"),
     ({"v": torch.zeros(9, KV_HEADS, HEAD_SIZE)}, r"v: expected shape \[10, 2, 16\], got \[9, 2, 16\]$"),
     ({"q": torch.zeros(3, 3, HEAD_SIZE)}, "q: expected a number of heads that is a multiple of the 2 KV heads, got 3$"),
 ]
@@ -86,6 +87,9 @@ OF_VARLEN += [
         ({"k": NO_HEADS, "v": NO_HEADS}, r"k: expected at least 1 KV head, got shape \[5, 2, 0, 16\]$"),
     )
 ]
+OF_VARLEN.append(
+    ({"seqused_q": indices(1, 1), "cu_seqlens_q": indices(0, 9, 1, 9, 3)[::2]}, "cu_seqlens_q: .*contiguous")
+)
 OF_VARLEN.append(({"seqused_q": [1, 1]}, "seqused_q: expected a torch.Tensor, got list$"))
 
 
@@ -219,6 +223,14 @@ OF_RAGGED: list[Wrong] = [
     ({"cu_seqlens_k_new": indices(0, 3, 5)}, r"cu_seqlens_k_new: expected at most 4 \(rows of k\) last, got 5$"),
     (
         {"cu_seqlens_k_new": indices(0, 4, 3)},
+        "cu_seqlens_k_new: expected offsets that do not decrease, got 4 and then 3",
+    ),
+    (
+        {
+            **dict.fromkeys(("k_cache", "v_cache"), torch.zeros(8, 4, KV_HEADS, HEAD_SIZE).to(torch.float8_e4m3fn)),
+            "k_descale": torch.rand(2, KV_HEADS),
+            "cu_seqlens_k_new": indices(0, 4, 3),
+        },
         "cu_seqlens_k_new: expected offsets that do not decrease, got 4 and then 3",
     ),
     ({"cu_seqlens_k_new": indices(1, 3, 4)}, "cu_seqlens_k_new: expected 0 first, got 1$"),

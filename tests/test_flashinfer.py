@@ -466,7 +466,7 @@ def test_refused() -> None:
         wrapper.run(q[:, :2], batch.cache)
     wrapper.plan(**batch.plan | {"page_size": 4})
     with pytest.raises(
-        ValueError, match=rf"^{name}\.run: keys: expected shape \[\*, 4, 2, 16\], as planned, got \[16,"
+        ValueError, match=rf"^{name}\.run: paged_kv_cache: keys: expected shape \[\*, 4, 2, 16\], as planned, got \[16,"
     ):
         wrapper.run(q, batch.cache)
     with pytest.raises(ValueError, match=r"^single_prefill_with_kv_cache: custom_mask: expected 2 elements .*, got 1$"):

@@ -355,3 +355,8 @@ def test_signature(name: str) -> None:
         function = getattr(function, part)
     actual = {p.name: p.default for p in inspect.signature(function).parameters.values()}
     assert list(actual.items()) == list(SIGNATURES[name].items())
+
+
+def test_version() -> None:
+    """Callers ask which functions are there by FlashInfer's version."""
+    assert flashinfer.__version__.startswith("0.7.")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagedattn_ext import CPUGraph, allocate_kv_cache, ops
+from pagedattn_ext.flash_attn import flash_attn_with_kvcache
 from pagedattn_ext.sanitizer import CacheError, CacheSanitizer, Row, watching
 
 SIZE = 4  # tokens of a block
@@ -451,6 +452,40 @@ def test_other_ops():
         for source, target in zip(allocate_kv_cache(4, 2, 16, 8)[0], caches, strict=True):
             ops.swap_blocks(source.zero_(), target, torch.tensor([[0, 3]]))
         attend(caches, 8, (3,))
+
+
+def test_pages_of_one_token():
+    """As flash-attn's adapter reads a cache behind padding."""
+    sanitizer, caches = make_layer("nhd")
+    new, padding = torch.ones(1, 1, 2, 16), torch.tensor([2])
+
+    def append(num_cached, table=(0, 1)):
+        lens, table = torch.tensor([num_cached]), torch.tensor([table])
+        flash_attn_with_kvcache(new, *caches, new, new, cache_seqlens=lens, cache_leftpad=padding, block_table=table)
+
+    with watching(sanitizer):
+        append(10)
+        append(11)
+        with pytest.raises(CacheError, match=r"append_and_attend: a slot is read that was never written .*slot 12"):
+            append(13)
+        with pytest.raises(CacheError, match=r"append_and_attend: a block is written that is free .*slot 16"):
+            append(8, (0, 2))
+        attend(caches, 12)
+
+
+def test_other_strides_are_not_watched():
+    """A block's end is not where the next one begins, so pages of one token have other numbers than the slots. Blocks
+    have the same."""
+    pairs = torch.zeros(4, 2, 8, 2, 16)
+    sanitizer = CacheSanitizer(num_blocks=4, block_size=8)
+    sanitizer.register(*pairs.unbind(1))
+    tokens, table = pairs.view(-1, 1, 2, 16), torch.tensor([[0]])
+    with watching(sanitizer):
+        ops.paged_attention(torch.ones(1, 2, 16), tokens, tokens, table, table[0] + 1)
+        with pytest.raises(CacheError, match="swap_blocks: a block is written that is free"):
+            ops.swap_blocks(pairs.clone(), pairs, torch.tensor([[0, 0]]))
+        with pytest.raises(CacheError, match="paged_attention: a block is read that is free"):
+            ops.paged_attention(torch.ones(1, 2, 16), *pairs.unbind(1), table, table[0] + 1)
 
 
 def test_what_is_not_watched_is_found_later():

@@ -71,11 +71,12 @@ def test_modules_of_their_names() -> None:
     """Under the libraries' names, for programs that import from where the libraries have them."""
     program = """
         import sys
-        import pagedattn_ext.causal_conv1d, pagedattn_ext.fla, pagedattn_ext.mamba_ssm
+        import pagedattn_ext.causal_conv1d, pagedattn_ext.fla, pagedattn_ext.flash_mla, pagedattn_ext.mamba_ssm
 
         for name in ("causal_conv1d", "fla", "mamba_ssm"):
             sys.modules[name] = getattr(pagedattn_ext, name)
 
+        import causal_conv1d, fla, mamba_ssm
         from causal_conv1d.causal_conv1d_interface import causal_conv1d_fn, causal_conv1d_update
         from causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
         from fla.modules import FusedRMSNormGated
@@ -85,6 +86,9 @@ def test_modules_of_their_names() -> None:
         from mamba_ssm.ops.triton.layernorm_gated import RMSNorm, rmsnorm_fn
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        modules = causal_conv1d, fla, mamba_ssm, pagedattn_ext.flash_mla
+        assert [module.__version__[:3] for module in modules] == ["1.6", "0.4", "2.3", "1.0"]
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
@@ -499,6 +503,12 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
     ),
     (chunk_gated_delta_rule, [*QKV, *GATES], {"head_first": True}, "head_first: expected False"),
     (chunk_gated_delta_rule, [*QKV, *GATES], {"cu_seqlens": torch.tensor([0, 6])}, "cu_seqlens: expected None with"),
+    (
+        mamba_chunk_scan_combined,
+        [torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2), torch.zeros(2), *torch.zeros(2, 1, 3, 1, 8), 4],
+        {"cu_seqlens": torch.tensor([0, 9, 3])[::2]},
+        "cu_seqlens: expected dimensions from 0 on to be contiguous",
+    ),
     (chunk_gated_delta_rule, [*QKV, *GATES], {"initial_state": torch.zeros(2, 4, 8)}, "initial_state: expected shape"),
     (fused_recurrent_gated_delta_rule, QKV, {"gk": torch.zeros(1)}, "gk: expected None, got a tensor"),
     (fused_recurrent_gated_delta_rule, [QKV[0][:, :2], *QKV[1:]], {}, "q: expected shape"),

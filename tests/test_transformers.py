@@ -229,6 +229,20 @@ def test_other_models_stay_as_they_were(calls: list[int]) -> None:
         assert manager.get_result(timeout=60).generated_tokens == expected[0]
 
 
+def test_a_model_of_the_same_config() -> None:
+    ours = make_model("Qwen2")
+    other = transformers.Qwen2ForCausalLM(ours.config)
+    assert other.config is ours.config
+    ids = torch.tensor([[1, 2, 3]])
+    use_paged_attention(ours)
+    with torch.no_grad(), ours.continuous_batching_context_manager(GREEDY, continuous_batching_config=SCARCE):
+        other(ids)
+        assert other.config._attn_implementation == "sdpa"
+    assert ours.config is other.config and all(
+        each.config is other.config for each in ours.modules() if hasattr(each, "config")
+    )
+
+
 def test_a_copy_is_a_model_of_its_own(calls: list[int]) -> None:
     model, prompts = make_model("Mistral"), make_prompts("Mistral")[2:4]
     use_paged_attention(model)
@@ -277,6 +291,18 @@ def test_the_model_while_a_manager_runs() -> None:
         assert manager.get_result(timeout=60).generated_tokens == expected
     assert greedy_reference(model, prompt) == expected
     assert generate_batch(model, [prompt]) == [expected]
+
+
+def test_another_attention_while_a_manager_runs() -> None:
+    model, prompt = make_model("Qwen2"), make_prompts("Qwen2")[0]
+    use_paged_attention(model)
+    with model.continuous_batching_context_manager(GREEDY, continuous_batching_config=SCARCE) as manager:
+        manager.add_request(prompt)
+        assert manager.get_result(timeout=60).error is None
+        model.set_attn_implementation("eager")
+        manager.add_request(prompt)
+        assert "expected a call from each layer, got none from layers [0, 1, 2]" in manager.get_result(timeout=60).error
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_gradients_are_those_of_the_model() -> None:
@@ -344,6 +370,14 @@ def test_wrong_dtype() -> None:
             transformers.LlamaConfig(**SHAPE | dict(head_dim=520)),
             "a head size of at most 512, got 520",
         ),
+        (
+            transformers.Gemma4TextConfig(
+                vocab_size=7, vocab_size_per_layer_input=7, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+                num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                layer_types=["sliding_attention", "full_attention"],
+            ),
+            "layers that are alike, got Gemma4ForCausalLM, whose layers differ in head_dim",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_model(config: transformers.PreTrainedConfig, message: str) -> None:
@@ -371,10 +405,12 @@ def test_wrong_attention() -> None:
     elsewhere.model.layers[1].self_attn.config = copy.deepcopy(elsewhere.config)
     heads = make_model("Llama")
     heads.config.num_key_value_heads = 2
+    twice = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SHAPE))  # for each half of its values
     for model, message in (
         (bidirectional, "pagedattn_flash: expected causal attention, got is_causal = False at layer 1"),
         (elsewhere, "pagedattn_flash: expected a call from each layer, got none from layers [1]"),
         (heads, "pagedattn_flash: key: expected 2 heads of at most 20 elements, got shape [1, 1, 3, 18] at layer 0"),
+        (twice, "pagedattn_flash: expected one call from each layer in a step, got two from layer 0"),
     ):
         use_paged_attention(model)
         assert error_of(model) == message
@@ -393,6 +429,8 @@ def flash_attention(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     table = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     for version, asked in [*table.items()]:
         monkeypatch.setitem(table, version, dict(asked))
+    for name, function in [*transformers.AttentionInterface._global_mapping.items()]:
+        monkeypatch.setitem(transformers.AttentionInterface._global_mapping, name, function)
     for name in ("_lazy_imports", "_loaded_implementation"):
         monkeypatch.setattr(modeling_flash_attention_utils, name, getattr(modeling_flash_attention_utils, name))
     called: set[str] = set()
@@ -426,6 +464,26 @@ def test_flash_attention_by_name(name: str, family: str, flash_attention: set[st
         tokens.append([greedy_reference(model, prompts[-1]), *padded])
     assert tokens[0] == tokens[1]
     assert flash_attention == {"flash_attn_func", "flash_attn_varlen_func"}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("num_rows", [4, 11])
+def test_flash_attention_to_an_encoder(num_rows: int, flash_attention: set[str]) -> None:
+    """The rows of the decoder are all there, wherever the prompts of the encoder are padded."""
+    config = transformers.BartConfig(
+        vocab_size=VOCAB_SIZE, d_model=48, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=72, decoder_ffn_dim=72, max_position_embeddings=64, init_std=0.3,
+    )  # fmt: skip
+    model = transformers.BartForConditionalGeneration(config).eval()
+    ids, rows = torch.arange(33).view(3, 11), torch.arange(3 * num_rows).view(3, num_rows)
+    mask = torch.ones_like(ids)
+    mask[0, 7:] = mask[1, :8] = 0
+    logits = []
+    for implementation in ("sdpa", "flash_attention_2"):
+        model.set_attn_implementation(implementation)
+        logits.append(model(ids, mask, rows).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert "flash_attn_varlen_func" in flash_attention
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.18.0", "5.24.0.dev0", "6.0.0"])

@@ -113,13 +113,79 @@ def test_wrong_head_mapping(head_mapping: list[int]) -> None:
         )
 
 
-def test_an_output_that_is_larger() -> None:
-    """Torch would repeat the result in such memory."""
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("output", lambda output: output.repeat(2, 1, 1, 1), "expected shape "),  # torch would repeat the result
+        ("output", lambda output: output.long(), "expected shape .*, got .*int64"),
+        ("output", lambda output: output.to("meta"), "expected shape .*, got .* on meta"),
+        ("query", lambda query: query[0], "expected 3 dimensions, got 2"),
+        ("value_cache", lambda cache: None, "expected a torch.Tensor, got NoneType"),
+        ("head_mapping", lambda mapping: mapping.tolist(), "expected a torch.Tensor, got list"),
+        ("context_lens", lambda lens: lens + 30, "expected .*, got 41"),
+        ("max_context_len", lambda length: 3, "expected .*, got 3"),
+        ("max_context_len", lambda length: 11.5, "expected an int, got float"),
+        ("alibi_slopes", lambda slopes: slopes[:2], r"expected shape \[6\], got \[2\]"),
+    ],
+)
+def test_errors_of_the_first_vllm(name: str, change: Any, message: str) -> None:
     batch = Decodes("chunked")
-    output, mapping = torch.stack([batch.query] * 2), torch.tensor([0, 0, 1, 1, 2, 2])
-    arguments = mapping, SCALE, batch.block_tables, batch.seq_lens, BLOCK_SIZE, 11
-    with pytest.raises(ValueError, match=r"^single_query_cached_kv_attention: output: expected shape \["):
-        vllm_ops.single_query_cached_kv_attention(output, batch.query, *batch.caches, *arguments)
+    arguments = {
+        "output": torch.zeros_like(batch.query), "query": batch.query, "key_cache": batch.caches[0],
+        "value_cache": batch.caches[1], "head_mapping": torch.tensor(REGULAR), "scale": SCALE,
+        "block_tables": batch.block_tables, "context_lens": batch.seq_lens, "block_size": BLOCK_SIZE,
+        "max_context_len": 16, "alibi_slopes": torch.rand(HEADS),
+    }  # fmt: skip
+    vllm_ops.single_query_cached_kv_attention(**arguments)
+    with pytest.raises((ValueError, TypeError), match=f"^single_query_cached_kv_attention: {name}: {message}"):
+        vllm_ops.single_query_cached_kv_attention(**arguments | {name: change(arguments[name])})
+
+
+@pytest.mark.parametrize("wrong", [None, [1.0], torch.zeros(3, 6, 16).to_sparse(), torch.tensor(1)])
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        ("cpu_attention_with_kv_cache", "query"),
+        ("cpu_attention_with_kv_cache", "key_cache"),
+        ("cpu_attention_with_kv_cache", "output"),
+        ("cpu_attn_reshape_and_cache", "key"),
+        ("cpu_attn_reshape_and_cache", "value_cache"),
+        ("cpu_attn_reshape_and_cache", "slot_mapping"),
+        ("merge_attn_states", "output"),
+        ("merge_attn_states", "prefix_output"),
+        ("merge_attn_states", "suffix_lse"),
+        ("swap_blocks", "src"),
+        ("convert_fp8", "input"),
+    ],
+)
+def test_what_is_no_such_tensor(function: str, name: str, wrong: Any) -> None:
+    query, lse, cache, lens = torch.zeros(3, 6, 16), torch.zeros(6, 3), torch.zeros(8, 3, 8, 16), torch.ones(3).int()
+    arguments = {
+        "cpu_attention_with_kv_cache": {
+            "query": query, "key_cache": cache, "value_cache": cache, "output": query.clone(),
+            "query_start_loc": torch.arange(4), "seq_lens": lens, "scale": 1.0, "causal": True, "alibi_slopes": None,
+            "sliding_window": -1, "block_table": lens[:, None], "softcap": 0.0, "scheduler_metadata": None,
+            "s_aux": None,
+        },
+        "cpu_attn_reshape_and_cache": {
+            "key": query[:, :3], "value": query[:, :3], "key_cache": cache, "value_cache": cache.clone(),
+            "slot_mapping": torch.arange(3), "isa": "",
+        },
+        "merge_attn_states": {
+            "output": query.clone(), "prefix_output": query, "prefix_lse": lse, "suffix_output": query,
+            "suffix_lse": lse,
+        },
+        "swap_blocks": {
+            "src": cache, "dst": cache.clone(), "block_size_in_bytes": 1536, "block_mapping": torch.tensor([[0, 1]]),
+        },
+        "convert_fp8": {"output": query.byte(), "input": query},
+    }[function]  # fmt: skip
+    call = getattr(vllm_ops, function)
+    call(**arguments)
+    if function in ("swap_blocks", "convert_fp8") and isinstance(wrong, Tensor) and not wrong.is_sparse:
+        return  # of any rank
+    with pytest.raises((ValueError, TypeError), match=rf"^{function}: (output|{name}): expected "):
+        call(**arguments | {name: wrong})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -494,7 +560,7 @@ def test_refused() -> None:
     lse = torch.zeros(HEADS, NUM_SEQS)
     with pytest.raises(ValueError, match=r"^merge_attn_states: suffix_lse: expected shape \[6, 3\], got \[3, 6\]$"):
         vllm_ops.merge_attn_states(out, batch.query, lse, batch.query, lse.T)
-    with pytest.raises(ValueError, match=r"^merge_attn_states: output: expected \[3, 6, 16\] .*, got \[1, 3, 6, 16\]"):
+    with pytest.raises(ValueError, match=r"^merge_attn_states: output: expected shape \[3, 6, 16\], .*, got \[1, 3,"):
         vllm_ops.merge_attn_states(out[None], batch.query, lse, batch.query, lse)
     with pytest.raises(
         ValueError, match=r"^merge_attn_states: prefill_tokens_with_context: expected 0 to 3, .*, got 4"

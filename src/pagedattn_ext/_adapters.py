@@ -141,7 +141,9 @@ def check_scales(function: Callable[..., Any], **scales: float | Tensor) -> None
 def packed_heads(tensor: Tensor) -> Tensor:
     """[..., num_heads, head_size] as the attention ops take it: a copy if heads do not follow each other, as slices of
     wider heads do not."""
-    if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.stride()[-2:] == (tensor.shape[-1], 1):
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2 or tensor.layout != torch.strided:
+        return tensor
+    if tensor.stride()[-2:] == (tensor.shape[-1], 1):
         return tensor
     return tensor.contiguous()
 
@@ -158,6 +160,13 @@ def sequences_of_rows(starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     starts: [num_seqs + 1], from 0 to num_rows.
     """
     return ops.batch_positions(starts, torch.zeros_like(starts[1:]), num_rows)
+
+
+def check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> None:
+    for name, (tensor, rank) in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dim() != rank or tensor.layout != torch.strided:
+            _call.check_tensors(function.__qualname__, **{name: tensor})
+            _call.check_rank(function.__qualname__, name, tensor, rank)
 
 
 def check_shape(function: Callable[..., Any], name: str, tensor: Tensor | None, shape: Sequence[int]) -> None:

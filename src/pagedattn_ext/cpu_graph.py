@@ -92,13 +92,14 @@ class CPUGraph:
 
         Raises ValueError with the op's own words if such a value is out of range. This op has written nothing, all ops
         before it have done their work, and none after it has run. The graph can be replayed again. Raises RuntimeError
-        within a capture, which could not see what is replayed. Raises RuntimeError if an op of torch gives a result of
-        another shape than at the capture.
+        without a capture, after one that failed, and within one, which could not see what is replayed. Raises
+        RuntimeError if an op of torch gives a result of another shape than at the capture.
         """
         if _C.CpuGraph.is_capturing():
             raise RuntimeError("CPUGraph: expected a replay outside of captures, got one within a capture")
         if self._capture is None or self._capture.state is not _State.COMPLETE:
-            return
+            got = "none" if self._capture is None else f"one that is {self._capture.state}"
+            raise RuntimeError(f"CPUGraph: expected a complete capture, got {got}")
         # Tensors that were made in inference mode cannot be written to outside of it. The mode is not entered twice: an
         # interrupt as the inner one is left would bring the mode back when the outer one is over.
         with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():

@@ -22,6 +22,8 @@ from ._adapters import call_as, check_shape, expect_defaults, refuse_bools, refu
 from ._index_checks import check_indices, check_range
 from .ops._call import check_rank, check_tensors, to_int
 
+__version__ = "1.0.0"  # of the FlashMLA whose functions these are
+
 __all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 # What FlashMLA calls the arguments of the op.

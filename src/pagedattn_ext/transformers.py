@@ -44,12 +44,14 @@ from transformers.generation.continuous_batching.initialization import (  # noqa
     resolve_without_hints,
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim  # noqa: E402
+from transformers.integrations.flash_attention import flash_attention_forward  # noqa: E402
 
 __all__ = ["use_flash_attention", "use_paged_attention"]
 
 NAME = "pagedattn_flash"  # "flash" tells transformers that this attention takes no masks, so that it builds none
 FULL_ATTENTION = "full_attention"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+PLANNED_BY = {"head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads", "sliding_window"}
 
 
 def use_paged_attention(model: transformers.PreTrainedModel) -> None:
@@ -63,7 +65,8 @@ def use_paged_attention(model: transformers.PreTrainedModel) -> None:
     ValueError. auto_switch_to_flash has no effect. Layers with a sliding window keep all tokens in the cache.
 
     Raises TypeError for what is not a model of transformers. Raises ValueError for a model with a layer that is not
-    causal attention through transformers' AttentionInterface: recurrent, encoder-decoder, chunked, with ALiBi.
+    causal attention through transformers' AttentionInterface: recurrent, encoder-decoder, chunked, with ALiBi; or with
+    layers whose heads or windows differ by the config.
     """
     _check_model(model)
     model.destroy_cached_continuous_batching_manager()  # a cached manager would go on with another attention
@@ -78,12 +81,16 @@ def use_flash_attention() -> None:
     In fp32, transformers looks for an `nn.Linear` in each attention, and raises StopIteration without a text where
     there is none, as in GPT-2.
 
+    Where attention has no order and no window, as in encoders and from decoders to encoders, padding is left out of the
+    keys alone. transformers leaves rows of the decoder out by the encoder's mask.
+
     Gradients are refused, with RuntimeError. Models that list kernels of the hub for their attention, such as gpt-oss,
     go on with these.
     """
     for version in (2, 3):
         asked = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]
         asked |= {"general_availability_check": _yes, "supported_devices": ((_yes, "cpu"), (_yes, "cuda"))}
+        transformers.AttentionInterface.register(f"flash_attention_{version}", _flash_attention)
     modeling_flash_attention_utils._lazy_imports = _flash_attention_functions
 
 
@@ -107,6 +114,30 @@ def _flash_attention_functions(implementation: str | None, *args: Any, **kwargs:
     )
 
 
+def _flash_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [batch, num_heads, num_rows, head_size]
+    key: Tensor,  # [batch, num_kv_heads, num_keys, head_size]
+    value: Tensor,
+    attention_mask: Tensor | None,  # [batch, num_keys], 0 where a key is padding
+    *,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    causal = module.is_causal if is_causal is None else is_causal
+    if attention_mask is not None and not causal and sliding_window is None:
+        real = attention_mask.bool()
+        key, value = (each.transpose(1, 2)[:, : real.shape[1]][real].transpose(0, 1)[None] for each in (key, value))
+        batch, num_rows = query.shape[0], query.shape[2]
+        kwargs["cu_seq_lens_q"] = num_rows * torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+        kwargs["cu_seq_lens_k"] = pad(real.sum(1).cumsum(0, dtype=torch.int32), (1, 0))
+        kwargs |= {"max_length_q": num_rows, "max_length_k": real.shape[1]}
+        attention_mask = None
+    kwargs |= {"is_causal": is_causal, "sliding_window": sliding_window}
+    return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
 def _check_model(model: object) -> None:
     def refuse(expected: str, got: object) -> None:
         raise ValueError(f"use_paged_attention: model: expected {expected}, got {got}")
@@ -125,6 +156,8 @@ def _check_model(model: object) -> None:
     flags = (model._supports_attention_backend, model._supports_flash_attn, model._can_set_attn_implementation())
     if not all(flags):
         refuse("attention without masks, through transformers' AttentionInterface", name)
+    if differ := PLANNED_BY.intersection(getattr(config, "per_layer_attributes", None) or ()):
+        refuse("layers that are alike", f"{name}, whose layers differ in {', '.join(sorted(differ))}")
     if _head_size(config) > MAX_HEAD_SIZE:
         refuse(f"a head size of at most {MAX_HEAD_SIZE}", _head_size(config))
 
@@ -154,7 +187,7 @@ class _Pages:
                 keys.view(num_pages, num_kv_heads, head_size // x, page_size, x),
                 values.view(num_pages, num_kv_heads, head_size, page_size),
             )
-        self.attended: set[int] = set()  # the layers that have called the attention
+        self.attended: set[int] = set()  # the layers that have called the attention in this step
         self._step: Tensor | None = None
         self._inputs: tuple[Tensor, Tensor, Tensor]
 
@@ -203,6 +236,9 @@ def _paged_attention(
             "it runs, or its layers do not pass the cache on to their attention"
         )
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if layer in pages.attended:  # its keys and values would take the place of the first ones
+        raise RuntimeError(f"{NAME}: expected one call from each layer in a step, got two from layer {layer}")
+    pages.attended.add(layer)
     for name, given in (("attention_mask", attention_mask), ("position_bias", arguments.get("position_bias"))):
         if given is not None:
             raise ValueError(f"{NAME}: {name}: expected None, got a tensor at layer {layer}")
@@ -229,7 +265,6 @@ def _paged_attention(
         softcap=softcap or 0.0,
         sinks=None if s_aux is None else s_aux.float(),
     )
-    pages.attended.add(layer)
     return out[None, ..., : value.shape[-1]], None
 
 
@@ -281,18 +316,18 @@ class _PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def start(self) -> None:
         if not self.is_running():
-            config = self.model.config.get_text_config()
-            if config._attn_implementation == NAME:
+            if self.model.config.get_text_config()._attn_implementation == NAME:
                 raise RuntimeError("use_paged_attention: another continuous batching manager of this model runs")
-            self._own_attention = config._attn_implementation
-            config._attn_implementation = NAME
+            self._own_configs = _replace_configs(self.model)
+            self.model.config.get_text_config()._attn_implementation = NAME
         super().start()
 
     def _run_generation_loop(self) -> None:
         try:
             super()._run_generation_loop()
         finally:
-            self.model.config.get_text_config()._attn_implementation = self._own_attention
+            for module, config in self._own_configs:
+                module.config = config
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         model, self.model = self.model, self._view
@@ -316,10 +351,21 @@ class _PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
         return super()._create_batch_processor()
 
     def _generation_step(self) -> None:
-        super()._generation_step()
         pages: _Pages = self.batch_processor.cache.pagedattn_pages
+        pages.attended.clear()
+        super()._generation_step()
         if missed := pages.caches.keys() - pages.attended:  # the tokens are then wrong
             raise RuntimeError(f"{NAME}: expected a call from each layer, got none from layers {sorted(missed)}")
+
+
+def _replace_configs(model: transformers.PreTrainedModel) -> list[tuple[torch.nn.Module, Any]]:
+    """Gives the modules of a model copies of its configs, which other models may share. Returns what they had."""
+    copies: dict[int, Any] = {}  # of the config and of all that it holds, by the id of the original
+    copy.deepcopy(model.config, copies)
+    own = [(module, module.config) for module in model.modules() if id(vars(module).get("config")) in copies]
+    for module, config in own:
+        module.config = copies[id(config)]
+    return own
 
 
 def _view(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:

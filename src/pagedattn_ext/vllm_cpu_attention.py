@@ -7,11 +7,15 @@ any strides but the last, such as the halves along dimension 2 of one tensor.
 Taken, and without effect: isa, scheduler_metadata, enable_kv_split.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import call_as, packed_heads, refuse_bools, scale_tensor
+from ._adapters import call_as, check_ranks, packed_heads, refuse_bools, scale_tensor, to_fp32
+from .ops._call import check_tensors, to_int
 
 __all__ = ["cpu_attention_with_kv_cache", "cpu_attn_get_scheduler_metadata", "cpu_attn_reshape_and_cache"]
 
@@ -52,6 +56,10 @@ def cpu_attn_reshape_and_cache(
         key, value: [num_tokens, num_kv_heads, head_size], rows behind those of slot_mapping are padding.
         key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_size], with any strides but the last.
     """
+    check_ranks(
+        cpu_attn_reshape_and_cache, key=(key, 3), value=(value, 3), key_cache=(key_cache, 4),
+        value_cache=(value_cache, 4), slot_mapping=(slot_mapping, 1),
+    )  # fmt: skip
     num_tokens = len(slot_mapping)
     k_scale_ = scale_tensor(cpu_attn_reshape_and_cache, "k_scale", k_scale)
     v_scale_ = scale_tensor(cpu_attn_reshape_and_cache, "v_scale", v_scale)
@@ -95,9 +103,15 @@ def cpu_attention_with_kv_cache(
     """
     name = "cpu_attention_with_kv_cache"
     refuse_bools(cpu_attention_with_kv_cache, scale=scale)
-    if output.shape != query.shape or output.dtype != query.dtype:
-        expected = f"{list(query.shape)} of {query.dtype}, as query"
-        raise ValueError(f"{name}: output: expected {expected}, got {list(output.shape)} of {output.dtype}")
+    check_ranks(cpu_attention_with_kv_cache, key_cache=(key_cache, 4), value_cache=(value_cache, 4))
+    check_output(cpu_attention_with_kv_cache, output, query=query)
+    if type(sliding_window) is not int:
+        sliding_window = to_int(name, "sliding_window", sliding_window)
+    if s_aux is not None:
+        check_tensors(name, s_aux=s_aux)
+        s_aux = to_fp32(cpu_attention_with_kv_cache, "s_aux", s_aux)
+    if dynamic_causal is not None:
+        check_tensors(name, dynamic_causal=dynamic_causal, seq_lens=seq_lens)
     if alibi_slopes is not None and (dynamic_causal is not None or not causal):
         raise ValueError(f"{name}: alibi_slopes: expected None for rows that are not causal, got a tensor")
     if dynamic_causal is not None and dynamic_causal.shape != seq_lens.shape:
@@ -113,7 +127,7 @@ def cpu_attention_with_kv_cache(
             query_start_loc=query_start_loc, scale=scale, causal=causal, alibi_slopes=alibi_slopes,
             sliding_window=None if sliding_window < 0 else sliding_window,
             right_window=None if sliding_window < 0 or causal else sliding_window - 1,
-            softcap=softcap, sinks=None if s_aux is None else s_aux.float(),
+            softcap=softcap, sinks=s_aux,
             kv_cache_dtype=kv_cache_dtype, k_scale=k_scale_, v_scale=v_scale_,
         )  # fmt: skip
         return out
@@ -126,3 +140,14 @@ def cpu_attention_with_kv_cache(
         ops.batch_positions, query_start_loc, seq_lens, len(query),
     )  # fmt: skip
     output.copy_(torch.where(dynamic_causal.bool()[sequence, None, None], attend(True), attend(False)))
+
+
+def check_output(function: Callable[..., Any], output: Tensor, **like: Tensor) -> None:
+    """That a result is copied into memory of its own shape and dtype, where it lies. like: the argument it is like."""
+    ((name, tensor),) = like.items()
+    check_tensors(function.__qualname__, output=output, **like)
+    if output.shape != tensor.shape or output.dtype != tensor.dtype or output.device != tensor.device:
+        raise ValueError(
+            f"{function.__qualname__}: output: expected shape {list(tensor.shape)}, {tensor.dtype} on {tensor.device}, "
+            f"as {name}, got {list(output.shape)}, {output.dtype} on {output.device}"
+        )

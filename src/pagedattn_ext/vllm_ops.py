@@ -20,10 +20,20 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import expect_defaults, packed_heads, refuse_bools, scale_tensor
-from ._index_checks import check_indices, check_result
-from .ops._call import call, check_tensors, to_int
+from ._adapters import (
+    call_as,
+    check_ranks,
+    check_scales,
+    check_shape,
+    expect_defaults,
+    packed_heads,
+    refuse_bools,
+    scale_tensor,
+)
+from ._index_checks import check_indices
+from .ops._call import call, check_rank, check_tensors, to_int
 from .vllm_cpu_attention import (
+    check_output,
     cpu_attention_with_kv_cache,
     cpu_attn_get_scheduler_metadata,
     cpu_attn_reshape_and_cache,
@@ -158,14 +168,18 @@ def single_query_cached_kv_attention(
         context_lens: seq_lens.
         max_context_len: max_seq_len; also a tensor of one element.
     """
+    function = single_query_cached_kv_attention
+    check_ranks(function, query=(query, 3), value_cache=(value_cache, 4))
+    check_tensors(function.__name__, key_cache=key_cache, head_mapping=head_mapping)
     num_heads, num_kv_heads = query.shape[1], value_cache.shape[1 if key_cache.dim() == 5 else 2]
     kv_heads = head_mapping.flatten().long()
     if len(kv_heads) != num_heads or not 0 <= int(kv_heads.min()) <= int(kv_heads.max()) < num_kv_heads:
         raise ValueError(
-            f"single_query_cached_kv_attention: head_mapping: expected {num_heads} elements from 0 to "
+            f"{function.__name__}: head_mapping: expected {num_heads} elements from 0 to "
             f"{num_kv_heads - 1}, got {head_mapping.tolist()}"
         )
-    check_result(single_query_cached_kv_attention, "output", output, query)
+    check_output(function, output, query=query)
+    check_shape(function, "alibi_slopes", alibi_slopes, (num_heads,))
     # The ops take equally many heads for each KV head, side by side: each head gets a place of its own.
     place_in_group = (kv_heads[:, None] == kv_heads).tril(-1).sum(1)
     group_size = int(place_in_group.max()) + 1
@@ -175,9 +189,11 @@ def single_query_cached_kv_attention(
     if alibi_slopes is not None:
         alibi_slopes = alibi_slopes.new_zeros(grouped.shape[1]).index_copy(0, places, alibi_slopes)
     results = torch.empty_like(grouped)
-    paged_attention_v1(
+    names = {"seq_lens": "context_lens", "max_seq_len": "max_context_len"}
+    call_as(
+        function, names, paged_attention_v1,
         results, grouped, key_cache, value_cache, num_kv_heads, scale, block_tables, context_lens, block_size,
-        int(max_context_len), alibi_slopes,
+        to_int(function.__name__, "max_context_len", max_context_len), alibi_slopes,
     )  # fmt: skip
     output.copy_(results[:, places])
 
@@ -202,15 +218,17 @@ def merge_attn_states(
     """
     name = "merge_attn_states"
     expect_defaults(merge_attn_states, output_scale=output_scale)
+    check_ranks(
+        merge_attn_states, prefix_output=(prefix_output, 3), prefix_lse=(prefix_lse, 2),
+        suffix_output=(suffix_output, 3), suffix_lse=(suffix_lse, 2),
+    )  # fmt: skip
+    check_output(merge_attn_states, output, prefix_output=prefix_output)
     num_tokens, num_heads = prefix_output.shape[:2]
     for argument, lse in {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse, "output_lse": output_lse}.items():
-        if lse is not None and lse.shape != (num_heads, num_tokens):
-            raise ValueError(f"{name}: {argument}: expected shape {[num_heads, num_tokens]}, got {list(lse.shape)}")
-    if output.shape != prefix_output.shape or output.dtype != prefix_output.dtype:
-        expected = f"{list(prefix_output.shape)} of {prefix_output.dtype}, as prefix_output"
-        raise ValueError(f"{name}: output: expected {expected}, got {list(output.shape)} of {output.dtype}")
+        check_shape(merge_attn_states, argument, lse, (num_heads, num_tokens))
     prefix_lses = prefix_lse.T.contiguous()
     if prefill_tokens_with_context is not None:
+        prefill_tokens_with_context = to_int(name, "prefill_tokens_with_context", prefill_tokens_with_context)
         if not 0 <= prefill_tokens_with_context <= num_tokens:
             expected = f"0 to {num_tokens}, the number of tokens"
             raise ValueError(
@@ -312,6 +330,7 @@ def swap_blocks(
         raise TypeError(f"swap_blocks: block_mapping: expected a tensor, a dict or a list of pairs, got {got}")
     if block_size_in_bytes is not None:
         size = to_int("swap_blocks", "block_size_in_bytes", block_size_in_bytes)
+        check_tensors("swap_blocks", src=src, dst=dst)
         src, dst = (_in_blocks(name, tensor, size) for name, tensor in (("src", src), ("dst", dst)))
     ops.swap_blocks(src, dst, _pairs(block_mapping))
 
@@ -323,9 +342,10 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     "fp8_e4m3", or "fp8_e5m2".
     """
     fp8_of = dict.fromkeys(("auto", "fp8", "fp8_e4m3"), torch.float8_e4m3fn) | {"fp8_e5m2": torch.float8_e5m2}
-    if kv_dtype not in fp8_of:
+    if not isinstance(kv_dtype, str) or kv_dtype not in fp8_of:
         raise ValueError(f"convert_fp8: kv_dtype: expected one of {', '.join(fp8_of)}, got {kv_dtype!r}")
-    refuse_bools(convert_fp8, scale=scale)
+    check_scales(convert_fp8, scale=scale)
+    check_tensors("convert_fp8", output=output, input=input)
     if output.shape != input.shape:
         expected = f"shape {list(input.shape)}, as input"
         raise ValueError(f"convert_fp8: output: expected {expected}, got {list(output.shape)}")
@@ -367,8 +387,13 @@ def rotary_embedding(
     inverse: bool = False,
 ) -> None:
     """`ops.rotary_embedding` of the rot_dim elements of each head from rope_dim_offset on; with inverse, back."""
+    name = "rotary_embedding"
+    if type(rope_dim_offset) is not int:
+        rope_dim_offset = to_int(name, "rope_dim_offset", rope_dim_offset)
     if rope_dim_offset != 0 or inverse:
-        check_tensors("rotary_embedding", positions=positions, query=query, cos_sin_cache=cos_sin_cache)
+        check_tensors(name, positions=positions, query=query, cos_sin_cache=cos_sin_cache)
+        check_rank(name, "cos_sin_cache", cos_sin_cache, 2)
+        head_size = to_int(name, "head_size", head_size)
     if rope_dim_offset != 0:
         largest = head_size - cos_sin_cache.shape[1]
         if not 0 <= rope_dim_offset <= largest:
@@ -447,6 +472,7 @@ def _weight(input: Tensor) -> Tensor:
 
 def _rest_of_heads(argument: str, tensor: Tensor, positions: Tensor, head_size: int, first: int) -> Tensor:
     """The elements from `first` on of each head of tensor, [*positions.shape, num_heads, head_size - first], a view."""
+    check_tensors("rotary_embedding", **{argument: tensor})
     if tensor.dim() == positions.dim() + 1:
         if tensor.shape[-1] % head_size:
             expected = f"a last dimension that is a multiple of head_size {head_size}"

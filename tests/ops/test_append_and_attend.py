@@ -8,6 +8,8 @@ from checks import DTYPES, assert_rejected, assert_same_bits
 from op_table import OPS
 from torch import Tensor
 
+from pagedattn_ext import ops
+
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, NUM_BLOCKS, NUM_POSITIONS = 4, 2, 32, 4, 12, 24
 CACHED = [5, 0, 11]
 TABLES = [[3, 1, 9, 0], [7, 0, 0, 0], [2, 8, 5, 10]]
@@ -138,6 +140,8 @@ def test_sequences_of_equal_lengths(device, kind):
         step[name] = torch.nn.functional.pad(step[name], (0, 0, 0, 2))[:, :, :-2]
     step["cached_lens"] = step["cached_lens"].long()
     assert_as_one_by_one(kind, step)
+    expected, _ = ops.append_and_attend(**step)
+    assert_same_bits(ops.append_and_attend(**step | {"query_start_loc": None})[0], expected)
 
 
 def test_no_tokens(device):
@@ -171,7 +175,7 @@ WRONG: list[tuple[str, type[Exception], dict[str, Any]]] = [
     ("query", ValueError, {"query": torch.ones(3, HEADS * HEAD_SIZE)}),
     ("query", ValueError, {"query": torch.ones(3, 3, HEAD_SIZE)}),
     ("query", ValueError, {"query": torch.ones(3, HEADS, 16)}),
-    ("query", ValueError, {"query": torch.ones(3, 2, HEADS, HEAD_SIZE)}),
+    ("query", ValueError, {"query": torch.ones(2, 2, HEADS, HEAD_SIZE)}),
     ("query", TypeError, {"query": torch.ones(3, HEADS, HEAD_SIZE).half()}),
     ("key", ValueError, {"key": torch.ones(3, 1, HEAD_SIZE)}),
     ("key", ValueError, {"key": torch.ones(1, 3, KV_HEADS, HEAD_SIZE)}),

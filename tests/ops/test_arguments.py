@@ -149,6 +149,8 @@ def test_the_mark_is_last_where_torch_shows_stacks():
             lambda a: ops.linear_int4(a, a, 32, 8, None, 3),
             "linear_int4: scale_dtype: expected a torch.dtype or None, got",
         ),
+        (lambda a: ops.rms_norm(a.to_sparse(), a[0]), "rms_norm: input: expected a strided tensor, got one of layout"),
+        (lambda a: ops.softmax(a.to_sparse()), "softmax: logits: expected a strided tensor, got one of layout"),
         (lambda a: ops.rms_norm(a, a[0].to_sparse()), "rms_norm: weight: expected a strided tensor, got one of layout"),
     ],
 )

@@ -386,6 +386,19 @@ def test_wrapper_of_paged_attention(device):
             assert_same_bits(result, same)
 
 
+def test_wrapper_of_paged_attention_with_equally_many_rows(device):
+    """Of a query of four dimensions, whose shape says how many rows each sequence has."""
+    arguments = make_arguments(Case(((3, 20), (3, 9))), device)
+    expected, expected_lse = ops.paged_attention(**arguments)
+    arguments |= {"query": arguments["query"].unflatten(0, (2, 3)), "query_start_loc": None}
+    out, lse = ops.paged_attention(**arguments)
+    assert_same_bits(out.flatten(0, 1), expected)
+    assert_same_bits(lse.flatten(0, 1), expected_lse)
+    arguments["query"] = arguments["query"].transpose(0, 1).contiguous()
+    with pytest.raises(ValueError, match=r"^paged_attention: query: expected the rows of 2 sequences, .* \[3, 2, "):
+        ops.paged_attention(**arguments)
+
+
 @pytest.mark.parametrize("cache", [None, *FP8_CACHES], ids=["same", *FP8_IDS])
 @pytest.mark.parametrize("wrapper", [ops.paged_attention_v1, ops.paged_attention_v2])
 def test_wrapper_of_paged_attention_v1_and_v2(device, wrapper, cache):

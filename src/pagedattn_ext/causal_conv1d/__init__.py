@@ -10,4 +10,6 @@ The submodules import by absolute names, so that they load under the name `causa
 
 from pagedattn_ext.causal_conv1d.causal_conv1d_interface import causal_conv1d_fn, causal_conv1d_update
 
+__version__ = "1.6.2"  # of the causal-conv1d whose functions these are
+
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]

@@ -11,4 +11,6 @@ The submodules import by absolute names, so that they load under the name `fla` 
 
 from pagedattn_ext.fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
+__version__ = "0.4.2"  # of the flash-linear-attention whose functions these are
+
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]

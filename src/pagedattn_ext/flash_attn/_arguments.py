@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops._call import check_bool, check_rank, check_tensors, refuse_bools, to_int
+from .._adapters import to_fp32
+from ..ops._call import check_bool, check_tensors, refuse_bools, to_int
 from ._attend import FP8
 
 WindowSize = Sequence[int | None]  # (left, right), inclusive; None or less than 0 is no window
@@ -14,7 +15,8 @@ WindowSize = Sequence[int | None]  # (left, right), inclusive; None or less than
 # What flash-attn calls the arguments of the ops.
 NAMES = {"query": "q", "key": "k", "value": "v", "scale": "softmax_scale", "k_scale": "k_descale"}
 NAMES |= {"v_scale": "v_descale", "sliding_window": "window_size", "right_window": "window_size"}
-NAMES |= {"query_start_loc": "cu_seqlens_q", "key_start_loc": "cu_seqlens_k", "block_tables": "block_table"}
+NAMES |= dict.fromkeys(("query_start_loc", "start_loc"), "cu_seqlens_q")
+NAMES |= {"key_start_loc": "cu_seqlens_k", "block_tables": "block_table"}
 OF_KEYS = NAMES | {"key_cache": "k", "value_cache": "v"}
 OF_OFFSETS = OF_KEYS | {"seq_lens": "cu_seqlens_k"}
 OF_LENGTHS = OF_KEYS | {"seq_lens": "seqused_k"}
@@ -123,14 +125,7 @@ def sinks_of(
     check_tensors(function.__name__, **{name: sinks})
     if sinks.shape != (num_heads := q.shape[-2],):
         raise ValueError(f"{function.__name__}: {name}: expected shape [{num_heads}], got {list(sinks.shape)}")
-    return sinks.float().contiguous(), names | {"sinks": name}
-
-
-def check_ranks(function: Callable[..., Any], **tensors: tuple[Tensor, int]) -> None:
-    for name, (tensor, rank) in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.dim() != rank:
-            check_tensors(function.__name__, **{name: tensor})
-            check_rank(function.__name__, name, tensor, rank)
+    return to_fp32(function, name, sinks).contiguous(), names | {"sinks": name}
 
 
 def check_out(function: Callable[..., Any], out: Tensor | None, q: Tensor, v: Tensor) -> None:

@@ -6,13 +6,14 @@ errors are in the terms of the ops: `call_as` gives them those of the caller.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._adapters import is_one_scale, refuse_bools, scale_tensor, sequences_of_rows
+from .._adapters import call_as, is_one_scale, refuse_bools, scale_tensor, sequences_of_rows
 from .._index_checks import values_are_checked
 from ..ops._call import call, check_rank, check_tensors, given
 
@@ -106,31 +107,22 @@ def attend_ragged(
 
 
 def _check_batch(query: Tensor, keys: Keys, starts: Tensor | None) -> None:
-    """What the op would check, for what computes with the batch before the op sees it."""
+    """What the op would check, for what computes with the batch before the op sees it. Values are left to the op, so
+    that torch.compile and a CPUGraph take what computes."""
     key_cache, _, block_tables, seq_lens = keys
     check_tensors("paged_attention", block_tables=block_tables)
     check_rank("paged_attention", "block_tables", block_tables, 2)
     if key_cache.shape[2] == 0:
         raise ValueError(f"paged_attention: key_cache: expected at least 1 KV head, got shape {list(key_cache.shape)}")
-    num_seqs, num_slots = block_tables.shape[0], block_tables.shape[1] * key_cache.shape[1]
-    if seq_lens.shape != (num_seqs,) or (
-        values_are_checked(seq_lens) and not ((seq_lens >= 0) & (seq_lens <= num_slots)).all()
-    ):
-        raise ValueError(
-            f"paged_attention: seq_lens: expected {num_seqs} lengths of 0 to {num_slots} (the tokens that a row of "
-            f"block_tables has room for), got {seq_lens.tolist()}"
-        )
-    num_rows = query.shape[0]
+    num_seqs, num_rows = block_tables.shape[0], query.shape[0]
+    if seq_lens.shape != (num_seqs,):
+        raise ValueError(f"paged_attention: seq_lens: expected shape [{num_seqs}], got {list(seq_lens.shape)}")
     if starts is None:
         if num_rows != num_seqs:
             raise ValueError(f"paged_attention: query: expected a row for each of {num_seqs} sequences, got {num_rows}")
-    elif starts.shape != (num_seqs + 1,) or (
-        values_are_checked(starts) and not (starts[0] == 0 and starts[-1] == num_rows and (starts.diff() >= 0).all())
-    ):
-        raise ValueError(
-            f"paged_attention: query_start_loc: expected {num_seqs + 1} offsets that do not decrease, from 0 to the "
-            f"number of query rows, {num_rows}, got {starts.tolist()}"
-        )
+    elif starts.shape != (num_seqs + 1,):
+        expected, got = f"shape [{num_seqs + 1}]", list(starts.shape)
+        raise ValueError(f"paged_attention: query_start_loc: expected {expected}, got {got}")
     if query.shape[1] % key_cache.shape[2]:
         raise ValueError(
             f"paged_attention: query: expected a number of heads that is a multiple of the {key_cache.shape[2]} KV "
@@ -235,8 +227,9 @@ def _scaled_new(function: Function, key_cache: Tensor, extras: Extras, new: NewT
     key, value = new.key.flatten(0, -3), new.value.flatten(0, -3)
     if _are_in_fp8(new, key_cache):
         return NewTokens(key.float(), value.float(), new.starts)
-    k_scale = _by_row(function, "k_descale", extras.k_descale, new.starts, key, key.shape[1])
-    v_scale = _by_row(function, "v_descale", extras.v_descale, new.starts, value, value.shape[1])
+    by_row = partial(call_as, function, {"start_loc": "key_start_loc"}, _by_row, function)
+    k_scale = by_row("k_descale", extras.k_descale, new.starts, key, key.shape[1])
+    v_scale = by_row("v_descale", extras.v_descale, new.starts, value, value.shape[1])
     if key_cache.dtype not in FP8:
         return new
     for name, tensor in (("key", key), ("value", value)):
@@ -283,6 +276,9 @@ def _of_used_rows(
     num_rows = query.shape[0]
     if starts is None:
         starts = torch.arange(num_rows + 1, device=query.device)
+    elif values_are_checked(starts) and starts[-1] != num_rows:  # nobody else sees the rows behind
+        expected = f"the number of query rows, {num_rows}, last"
+        raise ValueError(f"paged_attention: query_start_loc: expected {expected}, got {starts[-1]}")
     room = starts.diff()
     check_tensors(function.__name__, seqused_q=used)
     if used.dtype not in (torch.int32, torch.int64):

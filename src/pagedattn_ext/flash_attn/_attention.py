@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, expect_defaults, kept, starts_of_equal
+from .._adapters import call_as, check_ranks, expect_defaults, kept, starts_of_equal
 from .._index_checks import check_indices, num_seqs_of, values_are_checked
 from ..ops._call import check_bool, check_tensors, to_int
 from ._arguments import (
@@ -22,7 +22,6 @@ from ._arguments import (
     OF_TOKENS,
     WindowSize,
     check_out,
-    check_ranks,
     one_of,
     options_of,
     results_of,
@@ -412,7 +411,7 @@ def _attend_behind_padding(
     ).view(num_seqs, num_slots)  # fmt: skip
     keys = (*caches, tables, cache_seqlens - cache_leftpad)
     if "rotary_cos" in options:  # positions count the padding
-        options = {"rotary_lens": cache_seqlens, **options}
+        options = {"rotary_lens": cache_seqlens.contiguous(), **options}
     result = attend_pages(function, query, keys, starts, options, extras, new)
     if new is not None and num_blocks > 1 and page_size > 1:
         for cache, tokens in zip((k_cache, v_cache), caches, strict=True):

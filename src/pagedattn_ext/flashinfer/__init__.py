@@ -22,8 +22,8 @@ What costs more than in FlashInfer, because `run` makes copies for ops that have
 "ALIBI" of rows that see later keys, and values of another width than the keys. `_ragged.py` says how much.
 
 Refused, with a ValueError that names the argument: jit_args other than those of attention with sinks, all of multi-item
-scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap or with
-a mask; of latent attention (`mla`) also use_cuda_graph, fp8, and what is for the cutlass backend. Left out: sparse
+scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap, a mask
+or sinks; of latent attention (`mla`) also use_cuda_graph, fp8, and what is for the cutlass backend. Left out: sparse
 attention, quantization but for packed masks, norms and rotations, pipes of logits, communication, mixtures of experts,
 and the functions of one backend alone (cudnn, xqa, and those of trtllm but the four in `_trtllm.py`).
 """
@@ -97,6 +97,8 @@ from .sampling import (
     top_p_sampling_from_probs,
 )
 from .topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
+
+__version__ = "0.7.0"  # of the FlashInfer whose functions these are
 
 __all__ = [
     "BatchAttention",

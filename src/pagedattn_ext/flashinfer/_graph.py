@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ._plan import Plan, refusal
 from ._positions import Rotation
@@ -28,14 +27,16 @@ class GraphMemory:
         self._ends: dict[str, int] = {}  # of the first plan
         self.first: Plan | None = None
 
-    def fill(self, function: Callable[..., Any], values: Mapping[str, Tensor], may_be_shorter: str = "") -> None:
-        """Copies arguments of `plan` into their buffers, which are as long, but for the argument `may_be_shorter`.
-        Nothing is written before all are checked."""
+    def check_sizes(self, function: Callable[..., Any], values: Mapping[str, Tensor], may_be_shorter: str = "") -> None:
+        """The arguments of `plan` are as long as their buffers, but for the argument `may_be_shorter`."""
         for argument, (name, buffer) in self._buffers.items():
             size, room = values[argument].shape[0], buffer.shape[0]
             if size > room or (size < room and argument != may_be_shorter):
                 most = "at most " if argument == may_be_shorter else ""
                 raise refusal(function, argument, f"{most}{room} elements (the size of {name})", size)
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Copies arguments of `plan`, which `check_sizes` has seen, into their buffers."""
         for argument, (_, buffer) in self._buffers.items():
             buffer[: values[argument].shape[0]].copy_(values[argument])
 
@@ -45,12 +46,9 @@ class GraphMemory:
     def keep_pages(
         self, query_starts: Tensor | None, block_tables: Tensor, seq_lens: Tensor, num_pages: int
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """The same in memory that stays where it is, with room for num_pages pages of each sequence. If there are
-        query_starts, one sequence more, without keys, is for rows of `run` that no other sequence has."""
+        """The same in memory that stays where it is, with room for num_pages pages of each sequence."""
         if query_starts is not None:
-            query_starts = torch.cat([query_starts, query_starts[-1:]])
             query_starts = self.keep("query_starts", query_starts, *query_starts.shape)
-            seq_lens = pad(seq_lens, (0, 1))
         batch = seq_lens.shape[0]
         block_tables = self.keep("block_tables", block_tables, batch, num_pages)
         return query_starts, block_tables, self.keep("seq_lens", seq_lens, batch)
@@ -101,10 +99,11 @@ class GraphMemory:
         return RaggedBatch(query_starts, key_starts, num_rows, num_keys, visible, rotation, tokens)
 
     def keep(self, name: str, values: Tensor, *room: int) -> Tensor:
-        """Memory of the shape `room` that is the same at each call of this name, with the values at its start. In one
-        dimension zeros stand behind the values. In two dimensions anything does, and memory of a CPU takes up no room
-        where nobody has written to it."""
-        if name not in self._kept:
+        """Memory of the shape `room` that is the same at each call of this name, with the values at its start. A plan
+        with pages or heads of another size, which no captured `run` can have, gets other memory. In one dimension
+        zeros stand behind the values. In two dimensions anything does, and memory of a CPU takes up no room where
+        nobody has written to it."""
+        if name not in self._kept or self._kept[name].shape != room:
             with torch.inference_mode(False):  # what is made in the mode cannot be written to outside of it
                 self._kept[name] = values.new_empty(room)
         kept = self._kept[name]

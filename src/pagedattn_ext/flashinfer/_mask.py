@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._adapters import sequences_of_rows
+from ..ops._call import check_tensors
 from .quantization import unpack_bits
 
 
@@ -32,10 +33,12 @@ def mask_of(
     query_starts, key_starts: [batch + 1], the rows and the keys of each sequence.
     """
     if packed_custom_mask is not None:
+        check_tensors(function.__qualname__, packed_custom_mask=packed_custom_mask)
         name, given = "packed_custom_mask", packed_custom_mask.flatten()
         if given.dtype != torch.uint8:
             raise TypeError(f"{function.__qualname__}: {name}: expected torch.uint8, got {given.dtype}")
     elif custom_mask is not None:
+        check_tensors(function.__qualname__, custom_mask=custom_mask)
         name, given = "custom_mask", custom_mask.flatten().bool()
     else:
         return None
@@ -53,7 +56,7 @@ def mask_of(
 
 
 def visible_keys(
-    mask: Mask | None, query_starts: Tensor, key_starts: Tensor, window_left: int
+    mask: Mask | None, query_starts: Tensor, key_starts: Tensor, sliding_window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Of each row, the keys that it sees under the mask (None: all) and within the window: their places among all keys,
     int32 [num_rows, most that a row sees], and how many there are, int32 [num_rows]."""
@@ -65,9 +68,9 @@ def visible_keys(
     if mask is not None and mask.bits.numel() > 0:
         bit = (mask.starts[sequence] + place * num_keys[:, 0])[:, None] + key
         seen &= mask.bits[bit.where(seen, 0)]
-    if window_left >= 0:
+    if sliding_window is not None:
         position = lengths[sequence] - query_starts.diff()[sequence] + place
-        seen &= key >= position[:, None] - window_left
+        seen &= key > position[:, None] - sliding_window
     counts = seen.sum(1)
     visible = torch.zeros(len(seen), int(counts.max()) if len(counts) else 0, dtype=torch.int32, device=key.device)
     row, column = seen.nonzero(as_tuple=True)

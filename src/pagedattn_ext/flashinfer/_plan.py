@@ -1,17 +1,16 @@
 """What `plan` says of the batches that `run` gets, and what `run` returns."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._adapters import kept, refuse_bools, window_of
-from .._index_checks import check_result
-from ..ops._call import given
-from ._positions import POS_ENCODING_MODES, alibi_slopes
+from .._adapters import check_scales, check_shape, kept, refuse_bools, window_of
+from ..ops._call import check_bool, check_tensors, given, to_int
+from ._positions import POS_ENCODING_MODES, alibi_slopes, check_positive
 
 Scale = float | Tensor | None
 Dtype = str | torch.dtype
@@ -55,13 +54,23 @@ class Plan:
     _options: dict[str, Any] = field(init=False)  # of the ops, those that the plan alone says
 
     def __post_init__(self) -> None:
-        refuse_bools(self.function, sm_scale=self.sm_scale, logits_soft_cap=self.logits_soft_cap)
-        refuse_bools(self.function, rope_scale=self.rope_scale, rope_theta=self.rope_theta)
+        name = self.function.__qualname__
+        rope = given({"rope_scale": self.rope_scale, "rope_theta": self.rope_theta})
+        check_scales(
+            self.function, **given({"sm_scale": self.sm_scale, "logits_soft_cap": self.logits_soft_cap}), **rope
+        )
+        check_bool(name, "causal", self.causal)
+        if self.window_left is not None:
+            to_int(name, "window_left", self.window_left)
+        if len(self.key_shape) == 3 and to_int(name, "page_size", self.key_shape[0]) < 1:
+            raise refusal(self.function, "page_size", "1 or more", self.key_shape[0])
         mode, head_dim = self.pos_encoding_mode, self.query_shape[1]
         if mode not in POS_ENCODING_MODES:
             raise refusal(self.function, "pos_encoding_mode", f"one of {', '.join(POS_ENCODING_MODES)}", repr(mode))
-        if mode == "ROPE_LLAMA" and head_dim % 2:
-            raise refusal(self.function, "pos_encoding_mode", "'NONE' or 'ALIBI' for an odd head_dim", repr(mode))
+        if mode == "ROPE_LLAMA":
+            check_positive(self.function, **rope)
+            if head_dim % 2:
+                raise refusal(self.function, "pos_encoding_mode", "'NONE' or 'ALIBI' for an odd head_dim", repr(mode))
         if mode == "ALIBI" and self.logits_soft_cap:
             raise refusal(self.function, "logits_soft_cap", "None with 'ALIBI'", self.logits_soft_cap)
         if mode == "ALIBI" and self.has_mask:
@@ -70,7 +79,7 @@ class Plan:
         if isinstance(self.o_data_type, str) and not isinstance(getattr(torch, self.o_data_type, None), torch.dtype):
             raise refusal(self.function, "o_data_type", "a dtype of torch, or its name", repr(self.o_data_type))
 
-        scale = self.query_shape[1] ** -0.5 if self.sm_scale is None else self.sm_scale
+        scale = max(head_dim, 1) ** -0.5 if self.sm_scale is None else self.sm_scale
         options = {"scale": scale, "causal": self.causal, "softcap": self.logits_soft_cap or 0.0}
         window = given({"sliding_window": window_of(self.window_left)})
         object.__setattr__(self, "_options", options | window)
@@ -87,6 +96,8 @@ class Plan:
         """Keyword arguments of the attention ops. Those that are None are left out."""
         if q_scale is None and k_scale is None and sinks is None and self.pos_encoding_mode != "ALIBI":
             return self._options
+        if sinks is not None and self.pos_encoding_mode == "ALIBI":  # the bias of the ops has another constant
+            raise refusal(function, "sinks", "None with 'ALIBI'", "a tensor")
         scale = self._options["scale"]
         if q_scale is not None:
             scale *= one_factor(function, "q_scale", q_scale)
@@ -95,13 +106,21 @@ class Plan:
         slopes = alibi_slopes(self.query_shape[0], device) if self.pos_encoding_mode == "ALIBI" else None
         return {**self._options, "scale": scale, **given({"alibi_slopes": slopes, "sinks": sinks})}
 
-    def check_tensors(self, function: Callable[..., Any], **tensors: Tensor) -> None:
+    def check_tensors(self, function: Callable[..., Any], names: tuple[str, str, str], *tensors: Tensor) -> None:
         """tensors: queries, keys and values, under the function's names."""
-        shapes = self.query_shape, self.key_shape, self.value_shape
-        for (name, tensor), shape in zip(tensors.items(), shapes, strict=True):
-            if tensor.shape[1:] != shape:
-                planned = ", ".join(map(str, ("*", *shape)))
-                raise refusal(function, name, f"shape [{planned}], as planned", list(tensor.shape))
+        check_planned(function, names, tensors, (self.query_shape, self.key_shape, self.value_shape))
+
+
+def check_planned(
+    function: Callable[..., Any], names: Iterable[str], tensors: Iterable[Tensor], shapes: Iterable[tuple[int, ...]]
+) -> None:
+    """shapes: of the tensors behind their first dimension."""
+    for name, tensor, shape in zip(names, tensors, shapes, strict=True):
+        if not isinstance(tensor, Tensor):
+            check_tensors(function.__qualname__, **{name: tensor})
+        if tensor.shape[1:] != shape:
+            planned = ", ".join(map(str, ("*", *shape)))
+            raise refusal(function, name, f"shape [{planned}], as planned", list(tensor.shape))
 
 
 def in_dtype(out: Tensor, o_data_type: Dtype | None) -> Tensor:
@@ -118,6 +137,14 @@ def one_factor(function: Callable[..., Any], name: str, scale: float | Tensor) -
         return float(scale)
     except (TypeError, ValueError):
         raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}") from None
+
+
+def _check_memory(function: Callable[..., Any], name: str, memory: Tensor, result: Tensor) -> None:
+    """Torch would repeat a result in memory of a larger shape, and cut off the fractions in memory of ints."""
+    check_shape(function, name, memory, result.shape)
+    if not memory.is_floating_point():
+        dtype = str(memory.dtype).removeprefix("torch.")
+        raise TypeError(f"{function.__qualname__}: {name}: expected a float dtype, got {dtype}")
 
 
 def results_of(
@@ -138,8 +165,10 @@ def results_of(
         raise refusal(function, "lse_layout", "'NH' or 'HN'", repr(lse_layout))
     if lse_layout == "HN":
         natural_lse = natural_lse.t().contiguous()
-    check_result(function, "out", out, attended)
-    check_result(function, "lse", lse, natural_lse)
+    if out is not None:
+        _check_memory(function, "out", out, attended)
+    if lse is not None:
+        _check_memory(function, "lse", lse, natural_lse)
     if v_scale is not None:
         attended = attended.mul_(one_factor(function, "v_scale", v_scale))
     attended = attended if out is None else out.copy_(attended)

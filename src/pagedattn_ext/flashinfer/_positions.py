@@ -1,14 +1,16 @@
 """What pos_encoding_mode means: rotations of queries and keys, and slopes of ALiBi."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import sequences_of_rows
+from .._adapters import call_as, check_scales, sequences_of_rows
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
@@ -23,28 +25,45 @@ class Rotation:
 
     @classmethod
     def of(
-        cls, head_dim: int, rope_scale: float | None, rope_theta: float | None, query_starts: Tensor, key_starts: Tensor
+        cls,
+        head_dim: int,
+        rope_scale: float | None,
+        rope_theta: float | None,
+        query_starts: Tensor,
+        key_starts: Tensor,
+        sizes: tuple[int, int],
     ) -> "Rotation":
-        """query_starts, key_starts: [batch + 1], where the rows and the keys of each sequence begin."""
+        """query_starts, key_starts: [batch + 1], where the rows and the keys of each sequence begin; sizes: where the
+        last end."""
         num_rows, num_keys = query_starts.diff(), key_starts.diff()
         first = num_keys - num_rows  # the last row stands at the last key
         # A sequence of more rows than keys begins with its first row: only distances count.
-        of_row, row = sequences_of_rows(query_starts, int(query_starts[-1]))
-        of_key, key = sequences_of_rows(key_starts, int(key_starts[-1]))
+        of_row, row = sequences_of_rows(query_starts, sizes[0])
+        of_key, key = sequences_of_rows(key_starts, sizes[1])
         rows, keys = row + first.clamp(min=0)[of_row], key + (-first).clamp(min=0)[of_key]
-        longest = int(torch.maximum(num_rows, num_keys).max()) if len(num_rows) else 0
-        num_positions = 2 ** max(longest - 1, 0).bit_length()
-        cos_sin = cosines_and_sines(num_positions, head_dim, rope_scale or 1.0, rope_theta or 1e4, rows.device)
+        longest = max(sizes) if len(num_rows) <= 1 else int(torch.maximum(num_rows, num_keys).max())
+        rope = head_dim, rope_scale or 1.0, rope_theta or 1e4, rows.device
+        if torch.compiler.is_compiling():  # it cannot keep a table
+            cos_sin = cosines_and_sines.__wrapped__(longest, *rope)
+        else:
+            cos_sin = cosines_and_sines(2 ** max(longest - 1, 0).bit_length(), *rope)
         return cls(rows, keys, cos_sin)
 
     def to(self, device: torch.device) -> "Rotation":
         return Rotation(self.rows.to(device), self.keys.to(device), self.cos_sin.to(device))
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """A copy of x [num_tokens, num_heads, head_dim]."""
+    def rotate(self, function: Callable[..., Any], name: str, x: Tensor, positions: Tensor) -> Tensor:
+        """A copy of x [num_tokens, num_heads, head_dim], which the function calls by this name."""
         x = x.clone(memory_format=torch.contiguous_format)
-        ops.rotary_embedding(positions, x, None, x.shape[-1], self.cos_sin)
+        call_as(function, {"query": name}, ops.rotary_embedding, positions, x, None, x.shape[-1], self.cos_sin)
         return x
+
+
+def check_positive(function: Callable[..., Any], **numbers: float) -> None:
+    check_scales(function, **numbers)
+    for name, number in numbers.items():
+        if not 0 < number < math.inf:
+            raise ValueError(f"{function.__qualname__}: {name}: expected a positive number, got {number}")
 
 
 @lru_cache(maxsize=2)
@@ -61,6 +80,6 @@ def cosines_and_sines(
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """fp32 [num_heads]: powers of 2 ** (-8 / n) for n heads, n a power of 2; heads beyond n take every second power of
     the square root. Source: Press et al., "Train Short, Test Long", ICLR 2022."""
-    n = 2 ** int(math.log2(num_heads))
+    n = 2 ** (max(num_heads, 1).bit_length() - 1)
     exponents = [-8 * i / n for i in range(1, n + 1)] + [-4 * i / n for i in range(1, 2 * (num_heads - n), 2)]
-    return torch.tensor([2.0**exponent for exponent in exponents], dtype=torch.float32, device=device)
+    return torch.tensor([2.0**exponent for exponent in exponents[:num_heads]], dtype=torch.float32, device=device)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import ops
-from .._adapters import call_as, sequences_of_rows
+from .._adapters import call_as, sequences_of_rows, window_of
 from ..ops._call import call
 from ._mask import Mask, visible_keys
 from ._plan import Plan, refusal
@@ -51,10 +51,10 @@ class RaggedBatch:
         num_rows, num_keys = sizes or (int(query_starts[-1]), int(key_starts[-1]))
         visible = rotation = None
         if mask is not None or plan.biases_future:
-            visible = visible_keys(mask, query_starts, key_starts, plan.window_left)
+            visible = visible_keys(mask, query_starts, key_starts, window_of(plan.window_left))
         if plan.pos_encoding_mode == "ROPE_LLAMA":
             rope = plan.query_shape[1], plan.rope_scale, plan.rope_theta
-            rotation = Rotation.of(*rope, query_starts, key_starts)
+            rotation = Rotation.of(*rope, query_starts, key_starts, (num_rows, num_keys))
         return cls(query_starts, key_starts, num_rows, num_keys, visible, rotation)
 
     def in_pages(self, block_tables: Tensor, page_size: int) -> "RaggedBatch":
@@ -82,14 +82,15 @@ def attend_ragged(
 ) -> tuple[Tensor, Tensor]:
     """out [num_rows, num_qo_heads, head_dim_vo] and the natural lse, fp32 [num_rows, num_qo_heads]."""
     batch, q = batch.to(q.device), with_dense_heads(q)
-    if k.itemsize == 1:
-        k, v = k.to(q.dtype), v.to(q.dtype)
+    if not k.dtype == v.dtype == q.dtype:
+        k, v = (_beside(q, function, names[name], tensor) for name, tensor in (("key", k), ("value", v)))
     if batch.visible is not None or batch.rotation is not None:
         for name, tensor, size in (("query", q, batch.num_rows), ("key", k, batch.num_keys)):
             if tensor.shape[0] != size:
                 raise refusal(function, names[name], f"{size} rows, as planned", tensor.shape[0])
     if batch.rotation is not None:
-        q, k = batch.rotation.rotate(q, batch.rotation.rows), batch.rotation.rotate(k, batch.rotation.keys)
+        q = batch.rotation.rotate(function, names["query"], q, batch.rotation.rows)
+        k = batch.rotation.rotate(function, names["key"], k, batch.rotation.keys)
 
     def attend(values: Tensor) -> Any:
         if batch.visible is None:
@@ -103,6 +104,16 @@ def attend_ragged(
     if plan.pos_encoding_mode == "ALIBI":
         lse = with_alibi_of_flashinfer(lse, plan, options, batch.query_starts, batch.key_starts)
     return out, lse
+
+
+def _beside(q: Tensor, function: Callable[..., Any], name: str, tensor: Tensor) -> Tensor:
+    """Keys or values in the dtype of q: a copy of fp8. Other dtypes are refused, even if torch could convert them."""
+    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return tensor.to(q.dtype)
+    if tensor.dtype != q.dtype:
+        expected, got = (str(dtype).removeprefix("torch.") for dtype in (q.dtype, tensor.dtype))
+        raise TypeError(f"{function.__qualname__}: {name}: expected dtype {expected} or fp8, got {got}")
+    return tensor
 
 
 def with_dense_heads(q: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._adapters import kept
+from ..ops._call import check_tensors
 from ._mask import mask_of
 from ._plan import NAMES, Plan, Scale, refusal
 from ._ragged import RaggedBatch, attend_ragged
@@ -29,6 +30,8 @@ def attend_one(
     natural lse."""
     check_layout(function, kv_layout)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            check_tensors(function.__qualname__, **{name: tensor})
         if tensor.dim() != 3:
             raise refusal(function, name, "3 dimensions", f"shape {list(tensor.shape)}")
     if kv_layout == "HND":
@@ -37,7 +40,7 @@ def attend_one(
     has_mask = custom_mask is not None or packed_custom_mask is not None
     plan = _plan_of_one(function, *heads, has_mask, tuple(options), *options.values(), q.device)
     if heads != (plan.query_shape, plan.key_shape, plan.value_shape):
-        plan.check_tensors(function, q=q, k=k, v=v)
+        plan.check_tensors(function, ("q", "k", "v"), q, k, v)
     num_rows, num_keys = q.shape[0], k.shape[0]
     starts = _starts_of_one(num_rows, num_keys, q.device)
     mask = mask_of(function, custom_mask, packed_custom_mask, *starts)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._adapters import expect_defaults
+from .._index_checks import check_indices, num_seqs_of
 from ._plan import Dtype, refusal
 from ._wrapper import PagedWrapper
 from .page import PagedCache
@@ -17,6 +18,8 @@ JIT_ARGS_OF_SINKS = [*[None] * 7, ["sink"], ["float"], ["sm_scale"], ["double"],
 
 class BatchAttention(PagedWrapper):
     """The last rows of each sequence, of prompts and of new tokens in one batch, over its cached tokens."""
+
+    _cache_name = "kv_cache"
 
     def __init__(self, kv_layout: str = "NHD", device: str = "cuda") -> None:
         super().__init__(kv_layout, use_cuda_graph=False, buffers={})
@@ -42,13 +45,6 @@ class BatchAttention(PagedWrapper):
         """`plan` of the prefill wrapper, with the length of each sequence, kv_len_arr int32 [batch], in place of that
         of its last page. Raises ValueError if a length does not end in the last page of its sequence."""
         expect_defaults(type(self).plan, use_profiler=use_profiler)
-        if kv_len_arr.shape != (max(kv_indptr.shape[0] - 1, 0),):
-            raise refusal(type(self).plan, "kv_len_arr", f"{kv_indptr.shape[0] - 1} elements", kv_len_arr.shape[0])
-        num_pages = kv_indptr.diff()
-        lengths = kv_len_arr.to(num_pages.device)
-        if (-(-lengths // page_size) != num_pages).any():
-            expected = f"lengths that end in the last of {num_pages.tolist()} pages of {page_size}"
-            raise refusal(type(self).plan, "kv_len_arr", expected, lengths.tolist())
         plan = self._new_plan(
             function=type(self).plan,
             query_shape=(num_qo_heads, head_dim_qk),
@@ -58,9 +54,15 @@ class BatchAttention(PagedWrapper):
             logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale,
         )
+        check_indices(plan.function, "kv_len_arr", kv_len_arr, num_seqs_of(plan.function, "kv_indptr", kv_indptr))
+        num_pages = kv_indptr.diff()
+        lengths = kv_len_arr.to(num_pages.device)
+        if (-(-lengths // page_size) != num_pages).any():
+            expected = f"lengths that end in the last of {num_pages.tolist()} pages of {page_size}"
+            raise refusal(plan.function, "kv_len_arr", expected, lengths.tolist())
         last_page_len = lengths - (num_pages - 1) * page_size
         pages = {"kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": last_page_len}
-        self._plan_pages(plan, qo_indptr, page_size, (None, None), **pages)
+        self._set_pages(self._made_of_pages(plan, qo_indptr, page_size, (None, None), **pages))
 
     def run(
         self,
@@ -77,11 +79,12 @@ class BatchAttention(PagedWrapper):
         """(out, lse) of the prefill wrapper. logits_soft_cap is that of the plan."""
         run = type(self).run
         expect_defaults(run, profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
-        planned = self._plan.logits_soft_cap or 0.0
+        plan = self._planned.plan
+        planned = plan.logits_soft_cap or 0.0
         if logits_soft_cap not in (0.0, planned):
             raise refusal(run, "logits_soft_cap", f"0 or {planned}, as planned", logits_soft_cap)
         results = {"out": out, "lse": lse, "return_lse": True}
-        return self._attend(run, q, kv_cache, self._plan, (None, k_scale, v_scale), None, results)
+        return self._attend(run, q, kv_cache, plan, (None, k_scale, v_scale), None, results)
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):

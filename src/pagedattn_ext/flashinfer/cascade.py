@@ -31,9 +31,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         v.copy_(merged)
         s.copy_(lse)
     else:
-        if mask.shape != v.shape[:1]:
-            expected, got = list(v.shape[:1]), list(mask.shape)
-            raise ValueError(f"merge_state_in_place: mask: expected shape {expected}, got {got}")
+        check_shape(merge_state_in_place, "mask", mask, v.shape[:1])
         mask = mask.bool()
         v.copy_(torch.where(mask[:, None, None], merged, v))
         s.copy_(torch.where(mask[:, None], lse, s))
@@ -41,6 +39,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 
 def _merged(function: Callable[..., Any], **states: Tensor) -> tuple[Tensor, Tensor]:
     """states: v, s, v, s, under the function's names."""
+    check_tensors(function.__qualname__, **states)
     v_a, s_a, v_b, s_b = states.values()
     names = dict(zip(("prefix_output", "prefix_lse", "suffix_output", "suffix_lse"), states, strict=True))
     tensors = v_a.contiguous(), s_a.float().contiguous(), v_b.contiguous(), s_b.float().contiguous()
@@ -63,11 +62,11 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(of_empty_sets, 0, shares * v).sum(1).to(v.dtype), total.log2() + base
 
 
-# Of an argument of the prefill wrapper, the argument with one for each level.
-LEVELS = {name: f"{name}_arr" for name in ("qo_indptr", "paged_kv_indptr", "paged_kv_indices")}
+# The arguments of the prefill wrapper with the rows and pages of a level.
+OF_LEVEL = "qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"
 OWN = {"indptr": "unique_kv_indptr", "indices": "unique_kv_indices", "last_page_len": "unique_kv_last_page_len"}
 SHARED = {"k": "k_shared", "v": "v_shared"}
-CACHE = {"keys": "unique_kv_cache", "values": "unique_kv_cache", "paged_kv_cache": "unique_kv_cache"}
+CACHE = {"paged_kv_cache": "unique_kv_cache"}
 
 
 class MultiLevelCascadeAttentionWrapper:
@@ -90,7 +89,7 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_last_page_len_buf_arr: list[Tensor] | None = None,
     ) -> None:
         """Of a level each list of buffers has that of the prefill wrapper."""
-        names = "qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"
+        names = [f"{name}_buf" for name in OF_LEVEL]
         arrays = qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_indices_buf_arr, paged_kv_last_page_len_buf_arr
         levels: list[dict[str, Any]] = [{} for _ in range(num_levels)]
         if use_cuda_graph:
@@ -138,17 +137,14 @@ class MultiLevelCascadeAttentionWrapper:
         }
         for name, tensors in lists.items():
             _check_levels(type(self).plan, name, tensors, len(self._wrappers))
-        for i, (wrapper, *pages) in enumerate(zip(self._wrappers, *lists.values(), strict=True)):
-            call_as(
-                type(self).plan,
-                LEVELS,
-                wrapper.plan,
-                *pages,
-                num_qo_heads,
-                num_kv_heads,
-                head_dim,
-                page_size,
-                causal=causal and i == len(self._wrappers) - 1,
+        made = []
+        for level, (wrapper, starts, *pages) in enumerate(zip(self._wrappers, *lists.values(), strict=True)):
+            plan = wrapper._new_plan(
+                function=type(self).plan,
+                query_shape=(num_qo_heads, head_dim),
+                key_shape=(page_size, num_kv_heads, head_dim),
+                value_shape=(page_size, num_kv_heads, head_dim),
+                causal=causal and level == len(self._wrappers) - 1,
                 pos_encoding_mode=pos_encoding_mode,
                 sm_scale=sm_scale,
                 window_left=window_left,
@@ -156,6 +152,12 @@ class MultiLevelCascadeAttentionWrapper:
                 rope_scale=rope_scale,
                 rope_theta=rope_theta,
             )
+            names = {of_level: f"{name}[{level}]" for of_level, name in zip(OF_LEVEL, lists, strict=True)}
+            of_pages = dict(zip(OF_LEVEL[1:], pages, strict=True))
+            make = wrapper._made_of_pages
+            made.append(call_as(type(self).plan, names, make, plan, starts, page_size, (None, None), **of_pages))
+        for wrapper, level_made in zip(self._wrappers, made, strict=True):
+            wrapper._set_pages(level_made)
 
     def run(self, q: Tensor, paged_kv_cache: PagedCache) -> Tensor:
         """Attention of q [num_rows, num_qo_heads, head_dim], like q."""

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from .._adapters import expect_defaults
+from .._index_checks import check_indices
+from ..ops._call import check_rank, check_tensors, to_int
 from ._plan import Dtype, refusal, results_of
 from ._single import attend_one
 from ._trtllm import trtllm_batch_decode_with_kv_cache as trtllm_batch_decode_with_kv_cache
@@ -88,7 +90,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         expect_defaults(type(self).plan, window_right=window_right)
         if is_causal is not None:
             raise refusal(type(self).plan, "is_causal", "None, or whether q_len_per_req is more than 1", is_causal)
-        if q_len_per_req < 1:
+        if to_int(type(self).plan.__qualname__, "q_len_per_req", q_len_per_req) < 1:
             raise refusal(type(self).plan, "q_len_per_req", "1 or more", q_len_per_req)
         plan = self._new_plan(
             function=type(self).plan,
@@ -106,8 +108,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         )
         query_starts = None
         if q_len_per_req > 1:
+            check_indices(type(self).plan, "indptr", indptr)
             query_starts = torch.arange(0, indptr.shape[0], dtype=torch.int32) * q_len_per_req
-        self._plan_pages(plan, query_starts, page_size, indptr=indptr, indices=indices, last_page_len=last_page_len)
+        made = self._made_of_pages(
+            plan, query_starts, page_size, indptr=indptr, indices=indices, last_page_len=last_page_len
+        )
+        self._set_pages(made)
         self._q_len_per_req, self._num_rows = q_len_per_req, last_page_len.shape[0] * q_len_per_req
 
     def run(
@@ -148,8 +154,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         plan, sinks = self._plan_and_sinks(run, args, sinks, window_left)
         if q_len_per_req not in (None, self._q_len_per_req):
             raise refusal(run, "q_len_per_req", f"{self._q_len_per_req}, as planned", q_len_per_req)
-        if self._q_len_per_req > 1 and q.shape[0] != self._num_rows:
-            raise refusal(run, "q", f"{self._num_rows} rows (batch * q_len_per_req)", q.shape[0])
+        if self._q_len_per_req > 1:
+            check_tensors(run.__qualname__, q=q)
+            if q.shape[:1] != (self._num_rows,):
+                raise refusal(run, "q", f"{self._num_rows} rows (batch * q_len_per_req)", f"shape {list(q.shape)}")
         results = {"out": out, "lse": lse, "return_lse": return_lse}
         return self._attend(run, q, paged_kv_cache, plan, (q_scale, k_scale, v_scale), sinks, results)
 
@@ -171,16 +179,17 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         *,
         return_lse: bool = False,
     ) -> Any:
-        """The older `run`, whose options replace the plan's."""
-        self._replace_options(
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+        """The older `run`, whose options replace the plan's, unless it fails."""
+        options = {
+            "pos_encoding_mode": pos_encoding_mode,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "sm_scale": sm_scale,
+            "rope_scale": rope_scale,
+            "rope_theta": rope_theta,
+        }
+        scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+        return self._run_with(options, q, paged_kv_cache, **scales, return_lse=return_lse)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -265,6 +274,8 @@ def single_decode_with_kv_cache(
 ) -> Any:
     """Attention of one token, q [num_qo_heads, head_dim], over the tokens k and v [kv_len, num_kv_heads, head_dim]
     (HND: [num_kv_heads, kv_len, head_dim]). Returns out, like q; with return_lse (out, lse), lse [num_qo_heads]."""
+    check_tensors("single_decode_with_kv_cache", q=q)
+    check_rank("single_decode_with_kv_cache", "q", q, 2)
     out, lse = attend_one(
         single_decode_with_kv_cache,
         q[None],

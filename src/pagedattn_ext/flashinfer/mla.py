@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .. import ops
-from .._adapters import call_as, expect_defaults, refuse_bools
+from .._adapters import call_as, expect_defaults
 from .._index_checks import check_indices, check_starts
-from ._plan import refusal, results_of
+from ..ops._call import check_bool, to_int
+from ._plan import check_planned, one_factor, refusal, results_of
 from ._trtllm import trtllm_batch_decode_with_kv_cache_mla as trtllm_batch_decode_with_kv_cache_mla
 
 # What FlashInfer calls the arguments of the op.
@@ -80,8 +81,9 @@ class BatchMLAPagedAttentionWrapper:
         """
         function = type(self).plan
         expect_defaults(function, use_profiler=use_profiler)
-        refuse_bools(function, sm_scale=sm_scale)
-        if page_size < 1:
+        sm_scale = one_factor(function, "sm_scale", sm_scale)
+        check_bool(function.__qualname__, "causal", causal)
+        if to_int(function.__qualname__, "page_size", page_size) < 1:
             raise refusal(function, "page_size", "1 or more", page_size)
         check_indices(function, "kv_indices", kv_indices)
         for name, tensor in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr), ("kv_len_arr", kv_len_arr)):
@@ -110,7 +112,7 @@ class BatchMLAPagedAttentionWrapper:
                 "kpe_cache": (page_size, head_dim_kpe),
             },
             causal,
-            float(sm_scale),
+            sm_scale,
         )
 
     def run(
@@ -153,10 +155,7 @@ class BatchMLAPagedAttentionWrapper:
         if plan is None:
             raise RuntimeError(f"{type(self).__name__}.run: expected a plan, got none: call plan() first")
         tensors = {"q_nope": q_nope, "q_pe": q_pe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
-        for (name, tensor), shape in zip(tensors.items(), plan.shapes.values(), strict=True):
-            if tensor.shape[1:] != shape:
-                planned = ", ".join(map(str, ("*", *shape)))
-                raise refusal(function, name, f"shape [{planned}], as planned", list(tensor.shape))
+        check_planned(function, tensors, tensors.values(), plan.shapes.values())
         attended, natural_lse = call_as(
             function, NAMES, ops.mla_attention, *tensors.values(), plan.block_tables, plan.seq_lens,
             query_start_loc=plan.query_start_loc, scale=plan.sm_scale, causal=plan.causal,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from .._adapters import call_as, check_scales
+from ..ops._call import check_tensors
 
 NAMES = {"epsilon": "eps"}
 NAMES_OF_LAYERS = NAMES | {"weight": "gemma", "bias": "beta"}
@@ -89,6 +90,7 @@ def layernorm_quant(
 
 
 def _check_quantized(function: Callable[..., None], out: Tensor, input: Tensor, scale: float | Tensor) -> None:
+    check_tensors(function.__qualname__, out=out, input=input)
     if out.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         raise TypeError(f"{function.__qualname__}: out: expected dtype float8_e4m3fn or float8_e5m2, got {out.dtype}")
     if out.shape != input.shape:

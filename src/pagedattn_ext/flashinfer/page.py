@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as
-from .._index_checks import check_indices, check_result
-from ..ops._call import check_rank, check_tensors
+from .._adapters import call_as, check_shape
+from .._index_checks import check_indices
+from ..ops._call import check_rank, check_tensors, to_int
 
 PagedCache = Tensor | tuple[Tensor, Tensor]
 
@@ -122,6 +122,7 @@ def write_slots(
     slots: Tensor,
 ) -> None:
     """`ops.reshape_and_cache` by `call_as`. fp8 goes into a cache of its dtype bit for bit."""
+    check_tensors(function.__qualname__, **{names["key"]: key, names["value"]: value})
     tensors = [key.contiguous(), value.contiguous(), key_cache, value_cache]
     if key.itemsize == 1 and key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
         if key.shape[-1] % 16:
@@ -155,8 +156,8 @@ def get_batch_indices_positions(
     names = {"start_loc": "append_indptr", "first_positions": "seq_lens", "num_tokens": "nnz"}
     first = seq_lens.to(append_indptr.device) - append_indptr.diff()
     sequence, position = call_as(function, names, ops.batch_positions, append_indptr, first, nnz)
-    check_result(function, "batch_indices", batch_indices, sequence)
-    check_result(function, "positions", positions, position)
+    check_shape(function, "batch_indices", batch_indices, sequence.shape)
+    check_shape(function, "positions", positions, position.shape)
     return (
         sequence.int() if batch_indices is None else batch_indices.copy_(sequence),
         position.int() if positions is None else positions.copy_(position),
@@ -166,6 +167,7 @@ def get_batch_indices_positions(
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """The lengths of sequences in pages."""
     check_indices(get_seq_lens, "kv_indptr", kv_indptr)
+    page_size = to_int("get_seq_lens", "page_size", page_size)
     check_indices(get_seq_lens, "kv_last_page_len", kv_last_page_len, kv_indptr.shape[0] - 1)
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
 

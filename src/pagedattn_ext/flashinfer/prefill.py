@@ -1,6 +1,7 @@
 """Attention of the last rows of each sequence, over pages or over keys and values that lie one after the other."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from ._ragged import RaggedBatch, attend_ragged
 from ._single import attend_one
 from ._trtllm import trtllm_batch_context_with_kv_cache as trtllm_batch_context_with_kv_cache
 from ._trtllm import trtllm_ragged_attention_deepseek as trtllm_ragged_attention_deepseek
-from ._wrapper import PagedWrapper, Wrapper
+from ._wrapper import PagedWrapper, Planned, Wrapper
 from .page import PagedCache
 
 
@@ -116,7 +117,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             rope_theta=rope_theta,
             o_data_type=o_data_type,
         )
-        self._plan_pages(
+        made = self._made_of_pages(
             plan,
             qo_indptr,
             page_size,
@@ -125,6 +126,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             paged_kv_indices=paged_kv_indices,
             paged_kv_last_page_len=paged_kv_last_page_len,
         )
+        self._set_pages(made)
 
     def run(
         self,
@@ -181,20 +183,30 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         *,
         return_lse: bool = False,
     ) -> Any:
-        """The older `run`, whose options replace the plan's."""
-        self._replace_options(
-            causal=causal,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+        """The older `run`, whose options replace the plan's, unless it fails."""
+        options = {
+            "causal": causal,
+            "pos_encoding_mode": pos_encoding_mode,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "sm_scale": sm_scale,
+            "rope_scale": rope_scale,
+            "rope_theta": rope_theta,
+        }
+        return self._run_with(options, q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
+@dataclass(frozen=True, kw_only=True)
+class PlannedRows(Planned):
+    """Where the rows and the keys of each sequence begin."""
+
+    starts: tuple[Tensor, Tensor]
+
+    def batch_by(self, plan: Plan) -> RaggedBatch:
+        return RaggedBatch.of(plan, self.mask, *self.starts)
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(Wrapper[PlannedRows]):
     """The last rows of each sequence over keys and values that lie one after the other."""
 
     def __init__(
@@ -276,15 +288,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         check_starts(type(self).plan, "kv_indptr", kv_indptr, num_seqs=qo_indptr.shape[0] - 1)
         starts = qo_indptr, kv_indptr.to(qo_indptr.device)
         mask = mask_of(plan.function, custom_mask, packed_custom_mask, *starts)
+        made = PlannedRows(plan=plan, mask=mask, starts=starts).by(plan)
         if self._graph is not None:
-            self._graph.check_ends(plan.function, qo_indptr=qo_indptr, kv_indptr=kv_indptr)
-            self._graph.fill(plan.function, {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr})
-        self._starts = starts
-        self._set_plan(plan, mask)
-
-    def _ragged_batch(self, plan: Plan) -> RaggedBatch:
-        batch = RaggedBatch.of(plan, self._mask, *self._starts)
-        return batch if self._graph is None else self._graph.keep_ragged(batch)
+            buffered = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr}
+            self._graph.check_ends(plan.function, **buffered)
+            self._graph.check_sizes(plan.function, buffered)
+            self._graph.fill(buffered)
+        self._set_plan(made)
 
     def run(
         self,
@@ -310,10 +320,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         run = type(self).run
         expect_defaults(run, o_scale=o_scale, kv_cache_sf=kv_cache_sf)
         plan, sinks = self._plan_and_sinks(run, args, None)
-        plan.check_tensors(run, q=q, k=k, v=v)
-        assert self._batch is not None
+        plan.check_tensors(run, ("q", "k", "v"), q, k, v)
+        batch = self._planned.batch
+        assert batch is not None
         options = plan.options(run, q_scale, k_scale, sinks, q.device)
-        attended, natural_lse = attend_ragged(run, NAMES, plan, self._batch, q, k, v, options)
+        attended, natural_lse = attend_ragged(run, NAMES, plan, batch, q, k, v, options)
         attended = in_dtype(attended, plan.o_data_type)
         return results_of(run, attended, natural_lse, v_scale, out, lse, return_lse, lse_base, lse_layout)
 
@@ -335,17 +346,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         *,
         return_lse: bool = False,
     ) -> Any:
-        """The older `run`, whose options replace the plan's."""
-        self._replace_options(
-            causal=causal,
-            pos_encoding_mode=pos_encoding_mode,
-            window_left=window_left,
-            logits_soft_cap=logits_soft_cap,
-            sm_scale=sm_scale,
-            rope_scale=rope_scale,
-            rope_theta=rope_theta,
-        )
-        return self.run(q, k, v, return_lse=return_lse)
+        """The older `run`, whose options replace the plan's, unless it fails."""
+        options = {
+            "causal": causal,
+            "pos_encoding_mode": pos_encoding_mode,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "sm_scale": sm_scale,
+            "rope_scale": rope_scale,
+            "rope_theta": rope_theta,
+        }
+        return self._run_with(options, q, k, v, return_lse=return_lse)
 
 
 def single_prefill_with_kv_cache(

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from .._adapters import sequences_of_rows
+from .._index_checks import num_seqs_of
+from ..ops._call import check_tensors
 
 BIT_ORDERS = ("big", "little")
 
@@ -15,6 +17,7 @@ def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
     """The elements of x (bool or numbers [n], not 0 is 1), eight in a byte: uint8 [ceil(n / 8)], zeros behind the last.
     The first element is the highest bit of a byte ("big") or the lowest ("little"), as in `numpy.packbits`."""
     _check_bit_order(packbits, bitorder)
+    check_tensors("packbits", x=x)
     bits = torch.nn.functional.pad(x.flatten().bool(), (0, -x.numel() % 8)).view(-1, 8)
     return (bits * _weights(bitorder, x.device)).sum(1, dtype=torch.uint8)
 
@@ -28,7 +31,9 @@ def segment_packbits(x: Tensor, indptr: Tensor, bitorder: str = "big") -> tuple[
         The bytes, uint8 [new_indptr[-1]], and new_indptr, int32 [num_segments + 1].
     """
     _check_bit_order(segment_packbits, bitorder)
-    x, indptr = x.flatten(), indptr.to(x.device)
+    check_tensors("segment_packbits", x=x)
+    num_seqs_of(segment_packbits, "indptr", indptr)
+    x, indptr = x.flatten(), indptr.to(x.device).contiguous()
     if indptr[0] != 0 or (indptr.diff() < 0).any() or indptr[-1] > x.shape[0]:
         raise ValueError(
             f"segment_packbits: indptr: expected offsets that do not decrease, from 0 to at most {x.shape[0]} (the "

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, is_recorded, kept, refuse_bools
+from .._adapters import call_as, check_scales, is_recorded, kept
 from .._index_checks import check_indices
 from ..ops._call import call, check_bool, check_rank, check_tensors, to_int
+from ._positions import check_positive
 from ._rope_fp8 import mla_rope_quantize_fp8 as mla_rope_quantize_fp8
 from ._rope_fp8 import rope_quantize_fp8 as rope_quantize_fp8
 from ._rope_fp8 import rope_quantize_fp8_append_paged_kv_cache as rope_quantize_fp8_append_paged_kv_cache
@@ -55,7 +56,9 @@ def apply_rope(
         offsets: int [num_seqs], not negative.
     """
     positions = _ragged_positions(apply_rope, q, indptr, offsets)
-    return _rotate(apply_rope, *_copies(apply_rope, q, k), positions, rotary_dim, interleave, rope_scale, rope_theta)
+    return _rotate(
+        apply_rope, *_copies(apply_rope, q=q, k=k), positions, rotary_dim, interleave, rope_scale, rope_theta
+    )
 
 
 def apply_rope_inplace(
@@ -91,7 +94,7 @@ def apply_llama31_rope(
     passage = low_freq_factor, high_freq_factor, old_context_len
     return _rotate(
         apply_llama31_rope,
-        *_copies(apply_llama31_rope, q, k),
+        *_copies(apply_llama31_rope, q=q, k=k),
         positions,
         rotary_dim,
         interleave,
@@ -130,9 +133,8 @@ def apply_rope_pos_ids(
     rope_theta: float = 1e4,
 ) -> tuple[Tensor, Tensor]:
     """(q, k) rotated, as new tensors, at the positions pos_ids, int [nnz]."""
-    return _rotate(
-        apply_rope_pos_ids, *_copies(apply_rope_pos_ids, q, k), pos_ids, rotary_dim, interleave, rope_scale, rope_theta
-    )
+    copies = _copies(apply_rope_pos_ids, q=q, k=k)
+    return _rotate(apply_rope_pos_ids, *copies, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
 
 
 def apply_rope_pos_ids_inplace(
@@ -164,7 +166,7 @@ def apply_llama31_rope_pos_ids(
     passage = low_freq_factor, high_freq_factor, old_context_len
     return _rotate(
         apply_llama31_rope_pos_ids,
-        *_copies(apply_llama31_rope_pos_ids, q, k),
+        *_copies(apply_llama31_rope_pos_ids, q=q, k=k),
         pos_ids,
         rotary_dim,
         interleave,
@@ -194,13 +196,16 @@ def apply_llama31_rope_pos_ids_inplace(
 def _ragged_positions(function: Function, q: Tensor, indptr: Tensor, offsets: Tensor) -> Tensor:
     """The position of each row of q, int64 [nnz]."""
     check_tensors(function.__qualname__, q=q)
+    check_rank(function.__qualname__, "q", q, 3)
     positions: Tensor = call_as(function, RAGGED_NAMES, call, "batch_positions", indptr, offsets, q.shape[0])[1]
     return positions
 
 
-def _copies(function: Function, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    check_tensors(function.__qualname__, q=q, k=k)
-    return _copy(q), _copy(k)
+def _copies(function: Function, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """tensors: the two that are rotated, under the function's names."""
+    check_tensors(function.__qualname__, **tensors)
+    first, second = map(_copy, tensors.values())
+    return first, second
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -296,13 +301,11 @@ def _angles(
 def _check_scales(function: Function, passage: tuple[float, float, float] | None, **scales: float) -> None:
     if passage is not None:
         low, high, scales["old_context_len"] = passage
+        check_scales(function, low_freq_factor=low, high_freq_factor=high)
         if not 0 < low < high:
             expected = f"more than low_freq_factor {low}, and both positive"
             raise ValueError(f"{function.__qualname__}: high_freq_factor: expected {expected}, got {high}")
-    refuse_bools(function, **scales)
-    for name, value in scales.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{function.__qualname__}: {name}: expected a positive number, got {value}")
+    check_positive(function, **scales)
 
 
 # ---- from a cache of cosines and sines -------------------------------------------------------------------------------
@@ -319,7 +322,7 @@ def apply_rope_with_cos_sin_cache(
         cos_sin_cache: [max_position, rotary_dim], cosines, then sines, of any floating dtype.
         is_neox: pairs are of the two halves; otherwise they are neighbours.
     """
-    query, key = _copies(apply_rope_with_cos_sin_cache, query, key)
+    query, key = _copies(apply_rope_with_cos_sin_cache, query=query, key=key)
     _rotate_by_cache(apply_rope_with_cos_sin_cache, positions, query, key, head_size, cos_sin_cache, is_neox)
     return query, key
 

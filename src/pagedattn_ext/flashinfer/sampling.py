@@ -20,6 +20,7 @@ from torch import Generator, Tensor
 
 from .. import ops
 from .._adapters import call_as, kept
+from ..ops._call import check_tensors
 
 Seed = Tensor | int | None
 
@@ -164,6 +165,7 @@ def top_k_top_p_sampling_from_probs(
 
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: bool = False) -> Tensor:
     """What `top_p_sampling_from_probs` samples from, in fp32."""
+    check_tensors("top_p_renorm_probs", probs=probs)
     top_p = _floats_of_rows(top_p_renorm_probs, "top_p", top_p, probs)
     return call_as(top_p_renorm_probs, NAMES, ops.renorm_probs, probs.float(), top_p=top_p)
 
@@ -198,6 +200,7 @@ def chain_speculative_sampling(
     """`ops.chain_speculative_sampling`: tokens, and the counts of accepted and of emitted draft tokens, which are added
     to those that are given (int32 [batch_size])."""
     function = chain_speculative_sampling
+    check_tensors(function.__name__, draft_probs=draft_probs, target_probs=target_probs)
     seed, offset = _seeds(function, draft_probs, generator, seed, offset)
     return call_as(
         function,
@@ -246,8 +249,12 @@ def _sample(
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """In a dtype that the ops know."""
-    return tensor.float() if tensor.dtype == torch.float64 else tensor
+    """In a dtype that the ops know. What is no tensor stays, and the ops refuse it."""
+    return tensor.float() if isinstance(tensor, Tensor) and tensor.dtype == torch.float64 else tensor
+
+
+def _device_of(rows: Tensor) -> torch.device:
+    return rows.device if isinstance(rows, Tensor) else torch.device("cpu")
 
 
 def _seeds(
@@ -259,14 +266,14 @@ def _seeds(
 ) -> tuple[Any, Any]:
     """Seed and offset for an op. Without a seed, the generator gives one of 64 bits."""
     if seed is None:
-        device = rows.device if generator is None else generator.device
-        seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=device).to(rows.device)
+        device = _device_of(rows) if generator is None else generator.device
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), generator=generator, device=device).to(_device_of(rows))
     elif offset is not None and isinstance(seed, Tensor) != isinstance(offset, Tensor):
         raise ValueError(
             f"{function.__name__}: offset: expected {type(seed).__name__}, as seed and offset must both be tensors or "
             f"both be scalars, got {type(offset).__name__}"
         )
-    return _signed(seed), _one(0, torch.int64, rows.device) if offset is None else _signed(offset)
+    return _signed(seed), _one(0, torch.int64, _device_of(rows)) if offset is None else _signed(offset)
 
 
 def _signed(seed: Tensor | int) -> Tensor | int:
@@ -295,7 +302,7 @@ def _top_k_top_p(
 
 def _floats_of_rows(function: Callable[..., Any], name: str, value: Tensor | float | None, rows: Tensor) -> Any:
     if not isinstance(value, Tensor):
-        return _one(value, torch.float32, rows.device) if type(value) is float else value
+        return _one(value, torch.float32, _device_of(rows)) if type(value) is float else value
     _check_rows(function, name, value, rows)
     return value.float()
 
@@ -303,7 +310,7 @@ def _floats_of_rows(function: Callable[..., Any], name: str, value: Tensor | flo
 def _ints_of_rows(function: Callable[..., Any], name: str, value: Tensor | int, rows: Tensor) -> Any:
     if not isinstance(value, Tensor):
         is_small = type(value) is int and abs(value) < 2**63
-        return _one(value, torch.int64, rows.device) if is_small else value
+        return _one(value, torch.int64, _device_of(rows)) if is_small else value
     _check_rows(function, name, value, rows)
     if value.is_floating_point():
         raise TypeError(f"{function.__name__}: {name}: expected a tensor of ints, got {value.dtype}")
@@ -328,7 +335,7 @@ def _check_rows(function: Callable[..., Any], name: str, value: Tensor, rows: Te
             f"{function.__name__}: {name}: Expected a 1D tensor or scalar, got a {value.dim()}D tensor (shape "
             f"{list(value.shape)})"
         )
-    if value.shape[0] != rows.shape[0]:
+    if isinstance(rows, Tensor) and rows.dim() > 0 and value.shape[0] != rows.shape[0]:
         raise ValueError(
             f"{function.__name__}: {name}: Sampling parameter tensor batch size mismatch: expected length "
             f"{rows.shape[0]}, got {value.shape[0]}"
@@ -336,5 +343,6 @@ def _check_rows(function: Callable[..., Any], name: str, value: Tensor, rows: Te
 
 
 def _check_nan(function: Callable[..., Any], name: str, rows: Tensor) -> None:
+    check_tensors(function.__name__, **{name: rows})
     if rows.isnan().any():
         raise ValueError(f"{function.__name__}: {name}: expected no NaN, got some: Input {name} contains NaN.")

@@ -13,4 +13,6 @@ from pagedattn_ext.mamba_ssm.ops.selective_scan_interface import selective_scan_
 from pagedattn_ext.mamba_ssm.ops.triton.selective_state_update import selective_state_update
 from pagedattn_ext.mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
+__version__ = "2.3.2"  # of the mamba-ssm whose functions these are
+
 __all__ = ["mamba_chunk_scan_combined", "selective_scan_fn", "selective_state_update"]

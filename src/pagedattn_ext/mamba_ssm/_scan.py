@@ -10,7 +10,7 @@ from pagedattn_ext import ops
 from pagedattn_ext._adapters import call_as, in_one_dtype, packed_rows, to_fp32
 
 NAMES = {"input": "x", "states": "state", "state_indices": "state_batch_indices"}
-NAMES |= {"dt_min": "dt_limit", "dt_max": "dt_limit"}
+NAMES |= {"dt_min": "dt_limit", "dt_max": "dt_limit", "query_start_loc": "cu_seqlens"}
 ANY_STEP = torch.finfo(torch.float32).min  # as dt_min, of which the default is 0: negative steps stay as they are
 
 

@@ -134,9 +134,7 @@ def _name_other_device_or_layout(name: str, args: tuple[Any, ...], kwargs: dict[
     ]
     tensors.sort(key=rank)
     for argument, tensor in tensors:
-        if tensor.layout != torch.strided:
-            message = f"{name}: {argument.name}: expected a strided tensor, got one of layout {tensor.layout}"
-            raise ValueError(message) from None
+        check_tensors(name, **{argument.name: tensor})
         expected = tensors[0][1].device
         if tensor.device != expected and not (argument.name in MAYBE_ON_CPU and tensor.is_cpu):
             message = f"{name}: {argument.name}: expected a tensor on {expected}, got one on {tensor.device}"
@@ -176,7 +174,7 @@ def _refuse_derivatives(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def empty_like(op: str, input: Tensor) -> Tensor:
     """A contiguous tensor for what an op makes of its input."""
-    if not isinstance(input, Tensor):
+    if not isinstance(input, Tensor) or input.layout != torch.strided:
         check_tensors(op, input=input)
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
@@ -186,6 +184,8 @@ def check_tensors(op: str, **tensors: object) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{op}: {name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided:
+            raise ValueError(f"{op}: {name}: expected a strided tensor, got one of layout {tensor.layout}") from None
 
 
 def check_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:

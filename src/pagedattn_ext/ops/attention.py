@@ -161,6 +161,17 @@ def _default_scale(query: Tensor) -> float:
     return max((query.shape or (0,))[-1], 1) ** -0.5  # the op refuses heads without elements
 
 
+def _starts_of_equal(op: str, query: Tensor, block_tables: Tensor) -> Tensor | None:
+    """The query_start_loc of [num_seqs, rows_per_seq, num_heads, head_size]. None: one row a sequence."""
+    if not isinstance(query, Tensor) or query.dim() != 4 or query.shape[1] == 1:
+        return None
+    check_tensors(op, block_tables=block_tables)
+    if query.shape[0] != block_tables.shape[0]:
+        expected, got = f"the rows of {block_tables.shape[0]} sequences", list(query.shape)
+        raise ValueError(f"{op}: query: expected {expected}, as block_tables has, got shape {got}")
+    return torch.arange(query.shape[0] + 1, dtype=torch.int32, device=query.device) * query.shape[1]
+
+
 def paged_attention(
     query: Tensor,
     key_cache: Tensor,
@@ -194,10 +205,11 @@ def paged_attention(
 
     Args:
         query: [num_tokens, num_heads, head_size], any stride in dimension 0; or [num_seqs, rows_per_seq, num_heads,
-            head_size].
+            head_size]. With query_start_loc the first two of four dimensions count as one.
         key_cache, value_cache, block_tables, seq_lens: as in `paged_attention_v1`. Blocks that no row sees (before the
             sliding window or the chunk) may have any id.
-        query_start_loc: int32 or int64 [num_seqs + 1], from 0 to num_tokens; default one row a sequence.
+        query_start_loc: int32 or int64 [num_seqs + 1], from 0 to num_tokens; default rows_per_seq rows a sequence, or
+            one.
         scale: default head_size ** -0.5.
         max_seq_len: bound of seq_lens, as in `paged_attention_v1`. It does not change a result. Where tables are wider
             than sequences are long, CUDA kernels choose their way by it.
@@ -226,6 +238,8 @@ def paged_attention(
         check_rank(op, "block_tables", block_tables, 2)
         num_slots = block_tables.shape[1] * _kv_heads_and_block_size(key_cache, value_cache)[1]
         max_seq_len = _bound_of_lengths(op, max_seq_len, num_slots)
+    if query_start_loc is None:
+        query_start_loc = _starts_of_equal(op, query, block_tables)
     optional = {
         "query_start_loc": query_start_loc, "max_seq_len": max_seq_len, "alibi_slopes": alibi_slopes,
         "sliding_window": sliding_window, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale,
@@ -294,6 +308,8 @@ def append_and_attend(
     if scale is None:
         check_tensors(op, query=query)
         scale = _default_scale(query)
+    if query_start_loc is None:
+        query_start_loc = _starts_of_equal(op, query, block_tables)
     optional = {
         "query_start_loc": query_start_loc, "key_start_loc": key_start_loc, "alibi_slopes": alibi_slopes,
         "sliding_window": sliding_window, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale,

@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_map_only
 from .. import _C
 from ..cpu_graph import run_at_replays
 from ..ops._call import NAMESPACE, overloads
-from ._access import ReadRows
+from ._access import ReadRows, Told
 from ._sanitizer import CacheSanitizer
+from ._watched_cache import slot_dim_of
 
 IN_FRONT = torch._C.DispatchKey.BackendSelect  # which every call has, whatever its tensors
 SEEN_BY = ("query_start_loc", "sliding_window", "attention_chunk")  # what decides which tokens a row sees
@@ -65,12 +66,13 @@ def unwatch(sanitizer: CacheSanitizer) -> None:
 
 def _kernel(name: str, op: Any, cache_argument: str, check: Check) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
+    has = CacheSanitizer.has if check in (_copies, _copies_in) else CacheSanitizer.has_slots_of  # blocks, or slots
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         arguments: Arguments = dict(zip(names, args, strict=False)) | kwargs
         caches = arguments[cache_argument]
         first = caches[0] if isinstance(caches, list) and caches else caches
-        found = [sanitizer for sanitizer in _active if isinstance(first, Tensor) and sanitizer.has(first)]
+        found = [sanitizer for sanitizer in _active if isinstance(first, Tensor) and has(sanitizer, first)]
         if not found:
             return op.redispatch(keys.remove(IN_FRONT), *args, **kwargs)
         begin = _begin_at_replays if _C.CpuGraph.is_capturing() else _begin
@@ -111,7 +113,7 @@ def _reads(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> None:
         ends: list[int] = lens.tolist()
         return ReadRows(ends, _first_seen(arguments, ends), [0] * len(ends))
 
-    sanitizer.check_rows(_cache_of(arguments), (tables, lens, *_what_rows_see(arguments)), tables, rows, name)
+    _check_rows(sanitizer, _cache_of(arguments), (tables, lens, *_what_rows_see(arguments)), tables, rows, name)
 
 
 def _writes(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Callable[[], None]:
@@ -133,14 +135,36 @@ def _appends(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> Call
     def rows() -> ReadRows:
         return ReadRows(ends, _first_seen(arguments, ends), counts)
 
-    sanitizer.check_rows(key_cache, (tables, *ends, *_what_rows_see(arguments)), tables, rows, name)
-    size = sanitizer.block_size
+    _check_rows(sanitizer, key_cache, (tables, *ends, *_what_rows_see(arguments)), tables, rows, name)
+    return sanitizer.begin_write(key_cache, _slots(key_cache, tables, begins, ends), name)
+
+
+def _check_rows(
+    sanitizer: CacheSanitizer,
+    cache: Tensor,
+    told: Told,
+    tables: Tensor,
+    rows: Callable[[], ReadRows],
+    name: str,
+) -> None:
+    """Tables of blocks as tables. Tables of other pages, such as of one token, as the slots that are read."""
+    if cache.shape[slot_dim_of(cache)] == sanitizer.block_size:
+        sanitizer.check_rows(cache, told, tables, rows, name)
+        return
+    lens, first, num_new = rows()
+    ends = [length - new for length, new in zip(lens, num_new, strict=True)]
+    sanitizer.check_read_slots(cache, _slots(cache, tables, first, ends), name)
+
+
+def _slots(cache: Tensor, tables: Tensor, begins: list[int], ends: list[int]) -> Tensor:
+    """The slots of the tokens [begin, end) of each row, as far as its table has them."""
+    size = cache.shape[slot_dim_of(cache)]
     slots = [
         table[i // size] * size + i % size
         for table, begin, end in zip(tables.tolist(), begins, ends, strict=True)
-        for i in range(begin, end)
+        for i in range(begin, min(end, len(table) * size))
     ]
-    return sanitizer.begin_write(key_cache, torch.tensor(slots, dtype=torch.int64), name)
+    return torch.tensor(slots, dtype=torch.int64)
 
 
 def _copies(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> None:

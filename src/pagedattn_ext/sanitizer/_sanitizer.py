@@ -79,6 +79,11 @@ class CacheSanitizer:
         """Whether this is a registered cache, or begins where one does."""
         return cache.data_ptr() in self._cache_at
 
+    def has_slots_of(self, cache: Tensor) -> bool:
+        """`has`, and its slots have the numbers that they have in the registered cache."""
+        found = self._cache_at.get(cache.data_ptr())
+        return found is not None and found.has_slots_of(cache)
+
     # ---- who owns what ----------------------------------------------------------------------------------------------
 
     @in_inference_mode

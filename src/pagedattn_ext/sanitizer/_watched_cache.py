@@ -26,7 +26,7 @@ class WatchedCache:
         num_blocks: int,
         block_size: int,
     ) -> None:
-        slot_dim = 3 if isinstance(key_cache, Tensor) and key_cache.dim() == 5 else 1
+        slot_dim = slot_dim_of(key_cache) if isinstance(key_cache, Tensor) else 1
         given = {"key_cache": key_cache} | ({} if value_cache is None else {"value_cache": value_cache})
         for name, cache in given.items():
             if not isinstance(cache, Tensor):
@@ -49,6 +49,16 @@ class WatchedCache:
             parts = (keys, codes, scales.reshape(*scales.shape[:2], 2, -1).view(torch.float32))
         self._by_slot = tuple(part.movedim(slot_dim, 1) for part in parts)
         self._block_size = block_size
+
+    def has_slots_of(self, cache: Tensor) -> bool:
+        """Whether the slots of a cache that begins here have the numbers that they have here. Its blocks are as large,
+        or both are tokens side by side, such as when an adapter makes a page of each token."""
+        if cache.dim() < 3:  # which the op refuses
+            return False
+        if cache.shape[slot_dim_of(cache)] == self._block_size:
+            return True
+        own = self.tensors[0]
+        return cache.dim() == own.dim() < 5 and _token_stride(cache) == _token_stride(own) is not None
 
     def poison(self, blocks: list[int]) -> None:
         """Fill the blocks."""
@@ -79,6 +89,18 @@ class WatchedCache:
         of_slots = torch.tensor(slots)
         blocks, offsets = of_slots // self._block_size, of_slots % self._block_size
         return [_bytes_of(part[blocks, offsets].contiguous()) for part in self._by_slot]
+
+
+def slot_dim_of(cache: Tensor) -> int:
+    """The dimension of the tokens of a block."""
+    return 3 if cache.dim() == 5 else 1
+
+
+def _token_stride(cache: Tensor) -> int | None:
+    """From each token to the next one, if tokens lie side by side across blocks. [num_blocks, block_size, ...]."""
+    if cache.shape[1] == 1:
+        return cache.stride(0)
+    return cache.stride(1) if cache.stride(0) == cache.shape[1] * cache.stride(1) else None
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
