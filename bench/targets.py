@@ -73,6 +73,10 @@ def main() -> int:
     if args.go_on and not args.json:
         parser.error("--go-on: expected --json FILE beside it")
     check_device(parser, args.device)
+    of_device = targets_cuda if args.device == "cuda" else targets_cpu
+    for part in args.only:
+        if not any(part in target.what for target in of_device.targets()):
+            parser.error(f"--only: expected a part of a target's description, got {part!r}")
     vllm_kernels.load(parser, args.vllm)
     prepare(num_threads=1)
     facts = hardware(args.device)
@@ -84,7 +88,6 @@ def main() -> int:
         if args.json:
             write_json(args.json, facts, {"targets": results})
 
-    of_device = targets_cuda if args.device == "cuda" else targets_cpu
     print(f"\n{'what':{WIDTH}}  required  measured", flush=True)
     known = {result["what"] for result in results}
     for target in of_device.targets():

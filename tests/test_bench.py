@@ -71,6 +71,15 @@ def test_targets(tmp_path):
     assert written["measured"] == written["row"]["ratio_to_torch"] and len(written["row"]["seconds"]["ours"]) > 2
 
 
+def test_no_target_of_that_name(monkeypatch, capsys):
+    import targets
+
+    monkeypatch.setattr(sys, "argv", ["targets.py", "--only", "rms_norm", "nosuch"])
+    with pytest.raises(SystemExit, match="2"):
+        targets.main()
+    assert "--only: expected a part of a target's description, got 'nosuch'" in capsys.readouterr().err
+
+
 def test_a_target_that_fails_is_not_the_end(monkeypatch, tmp_path, capsys):
     """What has been measured is in the file before the next target is."""
     import targets

@@ -3,6 +3,7 @@
 The names of dtypes stand here without torch, so that options can be checked, and help printed, before torch is loaded.
 """
 
+import json
 import math
 import re
 import sys
@@ -30,6 +31,7 @@ DTYPES = {
 FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 CACHE_DTYPES = {**FP8_DTYPES, "int8": "int8"}
 MAX_RANKS = 64  # of a group that shares memory
+MAX_REPLICAS = 256  # of an engine, each a process
 QUANTIZATIONS = ("int8", "int4")
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -97,6 +99,14 @@ def read_text(name: str, file: str | PathLike[str]) -> str:
         return read_file(name, file).decode()
     except UnicodeDecodeError as error:
         raise ArgumentError(name, f"UTF-8 in {file}", error) from None
+
+
+def parse_json(text: str) -> Any:
+    """What JSON says. Raises ValueError for what is none, and for what is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("lists or objects that are nested too deeply") from None
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -70,7 +70,8 @@ def add_load(group: argparse._ArgumentGroup) -> None:
     when.add_argument(
         "--trace",
         metavar="FILE",
-        help="CSV with the columns arrival (in seconds), prompt and output (in tokens), and priority if wanted",
+        help="CSV with the columns arrival (in seconds), prompt and output (in tokens), and priority if wanted, with "
+        "--scheduling-policy priority",
     )
     group.add_argument(
         "--duration",
@@ -139,7 +140,7 @@ def prepare_simulate(args: argparse.Namespace) -> Callable[[], int]:
         kv_cache_dtype=args.kv_cache_dtype,
     )
     model_directory(args.model)
-    trace = None if args.trace is None else read_trace(args.trace)
+    trace = None if args.trace is None else read_trace(args.trace, args.scheduling_policy == "priority")
 
     def run() -> int:
         from pagedattn_simulate.command import simulate

@@ -3,8 +3,10 @@
 import argparse
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import nn
 
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
-from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.errors import ArgumentError, ArgumentOSError
 from pagedattn_serve.execution.engine_setup import token_bytes_of
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import build_model
@@ -89,11 +91,22 @@ def simulate(
             {"system": system, "rate": rate, **summary.as_dict(), "cost_per_million": cost_per_million(args, summary)}
             for system, rate, summary in runs
         ]
-        args.json.write_text(json.dumps({**facts, "runs": results}, indent=1) + "\n")
+        with writing("json", args.json):
+            args.json.write_text(json.dumps({**facts, "runs": results}, indent=1) + "\n")
     if args.plot is not None:
         title = f"{facts['model']}\n{facts['hardware']}; {facts['requests']}\nsimulated; {facts['numbers']}"
-        draw_runs(args.plot, title, runs)
+        with writing("plot", args.plot):
+            draw_runs(args.plot, title, runs)
     return 0
+
+
+@contextmanager
+def writing(argument: str, path: Path) -> Iterator[None]:
+    """In here the file of an argument is written. Raises ArgumentOSError if the system does not let it."""
+    try:
+        yield
+    except OSError as error:
+        raise ArgumentOSError(argument, "a file that can be written", f"{path} ({error.strerror or error})") from None
 
 
 def run_with_progress(

@@ -6,11 +6,10 @@ takes longer (the roofline model: Williams et al., 2009).
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagedattn_serve.config import check_float, check_int, check_text
+from pagedattn_serve.config import check_float, check_int, check_text, parse_json
 from pagedattn_serve.errors import ArgumentError
 
 
@@ -231,7 +230,7 @@ def find_hardware(name: str) -> Hardware:
         return PRESETS[name]
     expected = f"{', '.join(PRESETS)}, or a JSON file"
     try:
-        content = json.loads(Path(name).read_text(encoding="utf-8"))
+        content = parse_json(Path(name).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArgumentError("hardware", expected, name) from None
     except OSError as error:

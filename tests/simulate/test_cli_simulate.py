@@ -49,6 +49,13 @@ def table(text: str) -> list[dict[str, str]]:
     return lines
 
 
+def test_a_file_that_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which shows only at the end, when all else is told."""
+    assert simulate("--hardware", "cpu", "--rate", "1", "--duration", "9", "--json", "/dev/full") == 1
+    line = "--json: expected a file that can be written, got /dev/full (No space left on device)"
+    assert capsys.readouterr().err == f"pagedattn: error: {line}\n"
+
+
 def test_all_systems_at_two_rates(opt_13b: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The paper's model on the paper's GPU: 800 KB a token, 15.7K slots. Table and JSON say the same."""
     path = tmp_path / "runs.json"

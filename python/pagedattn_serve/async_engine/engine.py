@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from contextvars import Context
 from dataclasses import replace
 from itertools import count
 from operator import methodcaller
@@ -25,7 +26,7 @@ from pagedattn_serve.async_engine.core import (
 )
 from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.async_engine.replicas import Replicas
-from pagedattn_serve.config import check_int
+from pagedattn_serve.config import MAX_REPLICAS, check_int
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentTypeError
@@ -160,7 +161,7 @@ class AsyncLLMEngine:
         if not isinstance(engine_args, EngineArgs):
             raise ArgumentTypeError("engine_args", "EngineArgs", type(engine_args).__name__)
         check_int("max_waiting", max_waiting, 1)  # before the process is started
-        check_int("data_parallel_size", data_parallel_size, 1)
+        check_int("data_parallel_size", data_parallel_size, 1, MAX_REPLICAS)
         if data_parallel_size == 1:
             serve_as_rank(engine_args.num_ranks)  # and not come back, in ranks that torchrun has started
             return cls(ProcessCore(engine_args, initializer), max_waiting, on_death)
@@ -215,7 +216,8 @@ class AsyncLLMEngine:
         core that has started by half could neither run nor stop."""
         if self._starting is None and not self._is_stopping:
             self._loop = asyncio.get_running_loop()
-            self._starting = self._loop.create_task(self._start())
+            # Not in the context of the first request, which would be that of all that the core does.
+            self._starting = self._loop.create_task(self._start(), context=Context())
         if self._starting is not None:
             await asyncio.shield(self._starting)
 
@@ -227,7 +229,8 @@ class AsyncLLMEngine:
         """Stop after the step that runs; may be called more than once.
 
         Requests in the engine end with finish_reason "abort". Requests whose prompts are being prepared raise
-        EngineDeadError.
+        EngineDeadError. If the process of an engine has not stopped after 30 seconds, because it hangs or its step
+        takes long, it is killed, and all its requests raise EngineDeadError.
         """
         self._is_stopping = True
         starting = self._starting

@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from functools import partial
 from operator import attrgetter
 from queue import Full, Queue
@@ -44,6 +45,7 @@ HEADER = struct.Struct("=Q")
 CHUNK = 1 << 18  # bytes to read at once
 MAX_UNSENT = 16  # messages, of a step each
 END_SECONDS = 1.0  # for a process to end once it has closed its socket
+STOP_SECONDS = 30.0  # for the step that runs, and for blocks on their way to the disk, when the engine is to stop
 POLL_SECONDS = 0.005
 numbers_of = attrgetter(*EngineStats.__slots__)
 
@@ -79,6 +81,8 @@ class ProcessCore(asyncio.Protocol):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: asyncio.Transport | None = None
         self._has_told_end = False
+        self._stopping: asyncio.TimerHandle | None = None  # runs while the process is to end
+        self._is_given_up = False
         order = framed((engine_args, initializer))
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -164,10 +168,13 @@ class ProcessCore(asyncio.Protocol):
         self._send("cancel", key)
 
     def stop(self) -> None:
+        """The process has STOP_SECONDS to end. Then it is killed: a process that hangs, or whose step takes long, would
+        keep its callers waiting."""
         if self._loop is None or self._loop.is_closed():
             self.kill()
-        else:
+        elif self._transport is not None and self._stopping is None:
             self._send("stop")
+            self._stopping = self._loop.call_later(STOP_SECONDS, self._give_up)
 
     async def join(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -179,7 +186,8 @@ class ProcessCore(asyncio.Protocol):
         """Send it at the end of this turn of the event loop, with all else that is said in this turn."""
         assert self._loop is not None
         if not self._outbox:
-            self._loop.call_soon(self._flush)
+            # Not in the context of a request: what follows from a connection that breaks would stay in it.
+            self._loop.call_soon(self._flush, context=Context())
         self._outbox.append(framed(message))
 
     def _flush(self) -> None:
@@ -204,6 +212,8 @@ class ProcessCore(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         assert self._loop is not None
         self._looking.cancel()
+        if self._stopping is not None:
+            self._stopping.cancel()
         self._transport = None
         self._reaping = self._loop.create_task(self._reap())
 
@@ -225,6 +235,11 @@ class ProcessCore(asyncio.Protocol):
             if self.on_hang is not None:
                 self.on_hang()
 
+    def _give_up(self) -> None:
+        logger.error("%s has not stopped within %g seconds: it is killed", self._name, STOP_SECONDS)
+        self._is_given_up = True
+        self._process.kill()
+
     async def _reap(self) -> None:
         end = time.monotonic() + END_SECONDS
         while self._process.poll() is None:
@@ -232,7 +247,7 @@ class ProcessCore(asyncio.Protocol):
                 self._process.kill()
             await asyncio.sleep(POLL_SECONDS)
         self.hang = None
-        self._tell_end(self._death())
+        self._tell_end(None if self._is_given_up else self._death())
         self._ended.set_result(None)
 
     def _tell_end(self, error: str | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pagedattn_serve.async_engine.core import EngineDeadError, EngineFacts, News, ReplicaDeadError
 from pagedattn_serve.async_engine.process_core import ProcessCore, numbers_of
 from pagedattn_serve.async_engine.router import Router
-from pagedattn_serve.config import check_int
+from pagedattn_serve.config import MAX_REPLICAS, check_int
 from pagedattn_serve.distributed.processes import cpus_of_rank, numa_nodes
 from pagedattn_serve.distributed.torchrun import rank_of_torchrun
 from pagedattn_serve.engine_args import EngineArgs
@@ -74,7 +74,7 @@ class Replicas:
     def __init__(
         self, engine_args: EngineArgs, num_replicas: int, initializer: Callable[[], object] | None = None
     ) -> None:
-        check_int("data_parallel_size", num_replicas, 1)
+        check_int("data_parallel_size", num_replicas, 1, MAX_REPLICAS)
         if rank_of_torchrun(engine_args.num_ranks) is not None:
             expected = "1 with ranks that torchrun has started, which are those of one engine"
             raise ArgumentError("data_parallel_size", expected, num_replicas)

@@ -22,14 +22,31 @@ def main(argv: Sequence[str] | None = None, prog: str = "pagedattn") -> int:
             return run(argv, prog)
         finally:
             if sys.stdout is not None:  # closed
-                sys.stdout.flush()  # shows at the latest whether the reader has gone away, after --help too
-    except BrokenPipeError:  # `| head` has seen enough, and the interpreter must not write at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                flush_output()
+    except BrokenPipeError:  # `| head` has seen enough
+        drop_output()
         return 141  # the status that a shell reports for a process that SIGPIPE ended
     except (ImportError, MemoryError, OSError, TypeError, ValueError) as error:
         return complain(prog, error, 1)
     finally:
         signal.signal(signal.SIGINT, previous_handler)
+
+
+def flush_output() -> None:
+    """Write what is not written yet. It shows at the latest, after --help too, whether the reader has gone away or the
+    disk is full. Raises OSError, which says that the error is one of standard output."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        raise OSError(f"standard output: expected a place to write to, got {error.strerror}") from None
+
+
+def drop_output() -> None:
+    """Let the interpreter write nothing more to standard output, which it does at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(argv: Sequence[str] | None, prog: str) -> int:

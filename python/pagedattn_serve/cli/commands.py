@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from pagedattn_serve import engine_args as engine_options
 from pagedattn_serve.config import DEMO_MODEL, QUANTIZATIONS, read_file, read_text
@@ -25,6 +26,7 @@ from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 from pagedattn_serve.server.http import config as server_options
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.sockets import bind, bind_unix
+from pagedattn_serve.text.chat_template import check_template
 from pagedattn_serve.text.tokenizer import tokenizer_directory
 from pagedattn_simulate.cli import add_simulate, prepare_simulate
 
@@ -231,6 +233,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         options["served_model_name"] = Path(args.model).name
     if args.chat_template is not None:
         options["chat_template"] = read_text("chat_template", args.chat_template)
+        check_template(options["chat_template"])
     try:
         return ServerConfig(**options)
     except BadArgument as error:
@@ -300,8 +303,7 @@ def prepare_verify(args: argparse.Namespace) -> Command:
 
 
 def prepare_verify_server(args: argparse.Namespace) -> Command:
-    if not args.url.startswith(("http://", "https://")):
-        raise ArgumentError("url", "one that begins with http:// or https://", args.url or "an empty text")
+    check_url(args.url)
     for name, option in ENGINE_FLAGS.items():
         if getattr(args, name) != option.default:
             raise ArgumentError(name, "none with --url, as the server has its own options", getattr(args, name))
@@ -312,6 +314,16 @@ def prepare_verify_server(args: argparse.Namespace) -> Command:
         return verify_url(args.url, None if args.model == DEMO_MODEL else args.model)
 
     return run
+
+
+def check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of an address or a port
+        is_right = False
+    if not is_right or not url.isprintable() or " " in url:
+        raise ArgumentError("url", "one such as http://localhost:8000", url or "an empty text")
 
 
 # ---- info -----------------------------------------------------------------------------------------------------------

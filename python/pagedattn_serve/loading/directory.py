@@ -6,13 +6,13 @@ checks and its messages: a field that is missing, that is of another type or sta
 have.
 """
 
-import json
 from os import PathLike
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from types import SimpleNamespace, UnionType
 from typing import Any
 
+from pagedattn_serve.config import parse_json
 from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentOSError, ArgumentTypeError
 from pagedattn_serve.loading.gguf_file import SUFFIX, GgufFile, is_gguf
 from pagedattn_serve.loading.gguf_model import gguf_config
@@ -96,7 +96,8 @@ def config_fields(model: Path) -> dict[str, Any]:
 
 
 def directory_to_write(path: str | PathLike[str]) -> Path:
-    """The directory, with "~" and links resolved. Raises ArgumentError for one that cannot be replaced in the end."""
+    """The directory, with "~" and links resolved. Raises ArgumentError for one that cannot be replaced in the end,
+    and ArgumentOSError for one beside which nothing can be written."""
     if not isinstance(path, str | PathLike):
         raise ArgumentTypeError("out", "a directory as a string or a path", type(path).__name__)
     out = Path(path).expanduser().resolve()
@@ -106,6 +107,10 @@ def directory_to_write(path: str | PathLike[str]) -> Path:
         raise ArgumentError("out", "a directory within one that exists", out)
     if out.is_mount():
         raise ArgumentError("out", "a directory that is no mount point, such as one within it", out)
+    try:
+        TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent).cleanup()
+    except OSError as error:
+        raise ArgumentOSError("out", "a directory that can be written", f"{out} ({error.strerror})") from None
     return out
 
 
@@ -126,7 +131,7 @@ def prefix_cache_directory(path: str | PathLike[str]) -> Path:
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError, with the file's name, if the file holds no object."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file}: expected a JSON object, got {error}") from None
     if not isinstance(content, dict):

@@ -2,7 +2,6 @@
 users give them.
 """
 
-import json
 import math
 import re
 import struct
@@ -10,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from pagedattn_serve.config import read_text
+from pagedattn_serve.config import parse_json, read_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def given_scales(kv_scales: Any, num_layers: int | None) -> KVScales:
     if isinstance(kv_scales, str | PathLike):
         file, text = kv_scales, read_text("kv_scales", kv_scales)
         try:
-            kv_scales = json.loads(text)
+            kv_scales = parse_json(text)
         except ValueError as error:
             raise ArgumentError("kv_scales", f"JSON in {file}", error) from None
         if isinstance(kv_scales, dict):

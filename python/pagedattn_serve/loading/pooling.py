@@ -1,12 +1,12 @@
 """How a checkpoint wants its hidden states pooled: as sentence-transformers writes it beside an embedding model; or as
 the last layer of a reranker (`...ForSequenceClassification` with one label)."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from pagedattn_serve.config import parse_json
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, open_checkpoint
 from pagedattn_serve.loading.directory import config_fields, read_json
@@ -87,7 +87,7 @@ def _activation_of(directory: Path) -> str:
 
 def _read_modules(file: Path) -> list[dict[str, Any]]:
     try:
-        modules = json.loads(file.read_text(encoding="utf-8"))
+        modules = parse_json(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file}: expected a JSON list, got {error}") from None
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):

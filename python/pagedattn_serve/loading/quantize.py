@@ -55,7 +55,7 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
 
     Returns how many layers of the checkpoint are quantized, and how many linear layers it has. Raises what `load_model`
     raises, and ValueError for an `out` that is in use, for a model that is quantized, for a model that runs through
-    transformers, and for weights that cannot be quantized.
+    transformers, and for weights that cannot be quantized, and for a model none of whose layers can be.
     """
     if format not in QUANTIZATIONS:
         raise ArgumentError("format", " or ".join(sorted(QUANTIZATIONS)), shown(format))
@@ -69,6 +69,8 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
             "a family that has a file here, as quantized checkpoints of others cannot run",
             network.architecture,
         )
+    if all(stays(network, name, layer, format) for name, layer in sliced_layers(network).items()):
+        raise ArgumentError("model", f"linear layers whose in_features are multiples of {GROUP_SIZE}", "none")
     warn_of_other_weights(directory)
     with TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         copy = Path(temporary) / out.name
@@ -174,7 +176,7 @@ def quantized_tensors(
     for name, layer in reported(sliced_layers(model).items(), "Quantizing", report=None):
         for part in layer.checkpoint_parts(name):
             own_name = own_names[f"{part}.weight"].removesuffix(".weight")
-            if name == model.head or (format == "int4" and layer.in_features % GROUP_SIZE):
+            if stays(model, name, layer, format):
                 left.append(own_name)
                 continue
             weight = quantizable(tensors.pop(f"{part}.weight")())
@@ -189,6 +191,11 @@ def quantized_tensors(
         # Some files have tensors in the same memory, which the copy must not have.
         yield {own_names[name]: read().detach().clone(memory_format=torch.contiguous_format)}
         open_files.close()
+
+
+def stays(model: NativeCausalLM, name: str, layer: SlicedLinear, format: str) -> bool:
+    """Whether a linear layer is not quantized."""
+    return name == model.head or (format == "int4" and layer.in_features % GROUP_SIZE > 0)
 
 
 def check_tensors(model: NativeCausalLM, directory: Path, checkpoint: CheckpointTensors) -> None:

@@ -2,9 +2,9 @@
 reads for one step: the batch, and the array of its block tables. Nothing else passes between scheduler and runner.
 """
 
-from array import array
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, NamedTuple, Self
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
@@ -219,12 +219,14 @@ class TableArray:
         self.num_columns = -(-scheduler_config.max_model_len // cache_config.block_size)
         num_entries = self.num_groups * self.num_rows * self.num_columns
         try:
-            self.memory = array("i", [0]) * num_entries
-        except (MemoryError, OverflowError):  # an OverflowError is of more entries than an index can count
+            # The system gives a page of it when a row there is written, so rows that nobody uses take no memory.
+            memory = mmap(-1, 4 * num_entries, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        except (OSError, OverflowError):  # an OverflowError is of more bytes than an index can count
             raise MemoryError(
                 f"max_num_seqs: expected sequences whose block tables fit in memory, got {self.num_rows:,} of up to "
                 f"{self.num_columns:,} blocks, {4 * num_entries:,} bytes"
             ) from None
+        self.memory = memoryview(memory).cast("i")
 
     def write(self, group: int, row: int, column: int, blocks: list[int]) -> None:
         """Put blocks into a row of a group's table, from this column on."""

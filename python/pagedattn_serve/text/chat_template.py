@@ -404,6 +404,30 @@ def _variables(variables: object) -> dict[str, Any]:
     return dict(variables)
 
 
+def check_template(text: str) -> None:
+    """Raise ValueError unless the text is a template, by the syntax that transformers reads templates with."""
+    from jinja2 import Environment, TemplateSyntaxError  # here, as only chats need it
+    from jinja2.ext import Extension
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        """{% generation %} marks what an assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012, as jinja2 has it
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    try:
+        Environment(extensions=[Generation, "jinja2.ext.loopcontrols"]).from_string(text)
+    except TemplateSyntaxError as error:
+        raise ArgumentError("chat_template", "a template in Jinja", f"line {error.lineno}: {error.message}") from None
+    except RecursionError:
+        raise ArgumentError("chat_template", "a template in Jinja", "one that is nested too deeply") from None
+
+
 def load_chat_template(chat_template: str | PathLike[str]) -> str:
     """The text of a template. The argument is the text itself or the path of a file; a string without "{" is a path.
 

@@ -74,7 +74,12 @@ def conditions_of(engine: LLMEngine, args: EngineArgs, cases: Sequence[Case]) ->
     """What is tried with this model. engine: one of the given options."""
     num_blocks = max(_most_blocks(case, args.block_size) for case in cases) + 1  # and the watermark
     longest = max(case.num_tokens for case in cases)
-    few_blocks = {"num_blocks": num_blocks, "kv_cache_memory": None, "max_model_len": longest}
+    few_blocks = {
+        "num_blocks": num_blocks,
+        "kv_cache_memory": None,
+        "cpu_memory_utilization": None,
+        "max_model_len": longest,
+    }
     conditions = [
         Condition("alone again", alone),
         Condition("in one batch", at_once),

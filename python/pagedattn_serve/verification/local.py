@@ -11,7 +11,7 @@ from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.outputs import EngineStats
 from pagedattn_serve.verification.conditions import ALONE, Condition, conditions_of, run_cases
 from pagedattn_serve.verification.trace import Origin, find_origin
-from pagedattn_serve.verification.workload import Difference, first_difference, make_cases
+from pagedattn_serve.verification.workload import LENGTHS, MAX_TOKENS, Difference, first_difference, make_cases
 
 COUNTS = (
     "num_steps",
@@ -45,7 +45,7 @@ def verify(args: EngineArgs) -> Iterator[Verified]:
     engine = LLMEngine.from_engine_args(args)
     if not engine.model_runner.model.head:
         raise ArgumentError("model", "one that generates tokens", "one without a head")
-    cases = make_cases(engine.model_runner.model.vocab_size, engine.max_model_len)
+    cases = make_cases(engine.model_runner.model.vocab_size, engine.max_model_len, max_num_sequences(engine))
     expected = [answer for _, answer in run_cases(engine, cases, ALONE)]
     yield Verified(ALONE, len(cases), ALONE.happened(engine.stats()))
     is_found = False
@@ -67,6 +67,16 @@ def verify(args: EngineArgs) -> Iterator[Verified]:
             is_found = origin is not None
             engine = LLMEngine.from_engine_args(args)
         yield Verified(condition, len(answers), happened, difference, origin)
+
+
+def max_num_sequences(engine: LLMEngine) -> int:
+    """Of a request: as many as may run at once, and as the cache holds of the longest, beside the watermark."""
+    config, manager = engine.scheduler.config, engine.scheduler.block_manager
+    longest = min(LENGTHS[-1] + MAX_TOKENS, engine.max_model_len)
+    blocks_of_longest = -(-longest // manager.block_size) * len(manager.windows)
+    return min(
+        config.max_num_seqs, config.max_num_batched_tokens, max(1, (manager.num_blocks - 1) // blocks_of_longest)
+    )
 
 
 def since(before: EngineStats, stats: EngineStats) -> EngineStats:

@@ -9,15 +9,18 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.client import HTTPException
 from typing import Any, NamedTuple
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from pagedattn_serve.errors import ArgumentOSError
+from pagedattn_serve.errors import ArgumentError, ArgumentOSError, describe
 
 KEY_VARIABLE = "OPENAI_API_KEY"  # as OpenAI's own client reads it
 TIMEOUT = 600.0  # seconds for an answer
 MAX_TOKENS = 24
+MAX_SHOWN = 200  # characters of an answer
 NUM_AT_ONCE = 8
 NUM_ROUNDS = 3
 NUM_WORDS = (1, 2, 5, 9, 14, 20, 33, 47, 60, 75, 90, 120)  # of the prompts
@@ -49,13 +52,22 @@ class Server:
 
     def __init__(self, url: str, model: str | None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(KEY_VARIABLE):
+            if not all("!" <= character <= "~" for character in key):
+                raise ArgumentError(KEY_VARIABLE, "printable ASCII without spaces", "another character")
+            self._headers["Authorization"] = f"Bearer {key}"
         self.model = self._first_model() if model is None else model
 
     def _first_model(self) -> str:
-        listed = self._ask("/v1/models").get("data")
-        if not isinstance(listed, list) or not listed or not isinstance(listed[0].get("id"), str):
-            raise ArgumentOSError("url", "a server that lists a model at /v1/models, or MODEL", self._url)
-        name: str = listed[0]["id"]
+        answer = self._ask("/v1/models")
+        try:
+            name = answer["data"][0]["id"]
+        except (LookupError, TypeError):
+            name = None
+        if not isinstance(name, str):
+            expected = f"a list of models from {self._url}/v1/models, or MODEL"
+            raise ArgumentOSError("url", expected, json.dumps(answer)[:MAX_SHOWN])
         return name
 
     def complete(self, prompt: str) -> Sent:
@@ -63,23 +75,26 @@ class Server:
         answer = self._ask("/v1/completions", body)
         try:
             choice = answer["choices"][0]
-            return Sent(choice["text"], _tokens_of(choice.get("logprobs")), answer.get("system_fingerprint"))
-        except (LookupError, TypeError, ValueError):
-            raise ArgumentOSError("url", "choices as OpenAI's API has them", json.dumps(answer)[:200]) from None
+            text, tokens = choice["text"], _tokens_of(choice.get("logprobs"))
+        except (AttributeError, LookupError, TypeError, ValueError):
+            text, tokens = None, None
+        if not isinstance(text, str):
+            raise ArgumentOSError("url", "choices as OpenAI's API has them", json.dumps(answer)[:MAX_SHOWN])
+        return Sent(text, tokens, answer.get("system_fingerprint"))
 
     def _ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY_VARIABLE):
-            headers["Authorization"] = f"Bearer {key}"
-        request = Request(self._url + path, None if body is None else json.dumps(body).encode(), headers)
+        request = Request(self._url + path, None if body is None else json.dumps(body).encode(), self._headers)
         try:
             with urlopen(request, timeout=TIMEOUT) as response:
                 return json.load(response)
         except HTTPError as error:
-            said = error.read(300).decode(errors="replace")
-            raise ArgumentOSError("url", f"an answer from {request.full_url}", f"{error.code}: {said}") from None
-        except (URLError, OSError, ValueError) as error:
-            raise ArgumentOSError("url", f"an answer from {request.full_url}", error) from None
+            said = b""
+            with suppress(OSError, HTTPException):  # of an answer that is cut short
+                said = error.read(300)
+            got = f"{error.code}: {said.decode(errors='replace')}"
+            raise ArgumentOSError("url", f"an answer from {request.full_url}", got) from None
+        except (URLError, OSError, ValueError, HTTPException, RecursionError) as error:
+            raise ArgumentOSError("url", f"an answer from {request.full_url}", describe(error)) from None
 
 
 def _tokens_of(logprobs: Any) -> list[tuple[str, float]] | None:

@@ -51,12 +51,12 @@ class Difference(NamedTuple):
         return f"{self.case.name}, output token {self.place}{of_sequence}: {self.reason}"
 
 
-def make_cases(vocab_size: int, max_model_len: int) -> list[Case]:
+def make_cases(vocab_size: int, max_model_len: int, max_num_sequences: int) -> list[Case]:
     """Prompts of random tokens. Every other prompt and its output have few different tokens, so that guesses at what
     comes next are made and come true. Half of the outputs are greedy, half are drawn by a seed. Two prompts fork into
-    several sequences on shared blocks.
+    several sequences on shared blocks, if a request may have several.
 
-    max_model_len: at least 2.
+    max_model_len: at least 2. max_num_sequences: of a request, at least 1.
     """
     random_numbers = random.Random(0)
     longest = max(max_model_len - MAX_TOKENS, 1)
@@ -69,7 +69,7 @@ def make_cases(vocab_size: int, max_model_len: int) -> list[Case]:
             temperature=0.0 if i % 4 < 2 else 0.9,
             top_p=1.0 if i % 4 < 2 else 0.95,
             seed=i,
-            n=3 if i % 6 == 3 else 1,
+            n=min(3, max_num_sequences) if i % 6 == 3 else 1,
             max_tokens=min(MAX_TOKENS, max_model_len - length),
             ignore_eos=True,
             allowed_token_ids=few,

@@ -8,6 +8,7 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
+from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
 from operator import methodcaller
@@ -24,7 +26,7 @@ from typing import Any, TypeVar
 import pytest
 from async_runs import TIMEOUT, census, expect_none_grown, greedy, play, read
 from checkpoints import run
-from server_process import children_of, in_pieces, is_running, wait_for
+from server_process import WAIT_SECONDS, children_of, in_pieces, is_running, wait_for
 from slow_engine import slow_steps
 from test_async_engine import PARAMS, PROMPTS, REFUSALS
 from warm_ranks import StartedRanks
@@ -445,6 +447,62 @@ def test_a_process_that_is_killed_amid_streams(text_model: str) -> None:
         assert pid not in children_of(os.getpid())
 
     play(main())
+
+
+def test_the_end_does_not_wait_for_a_process_that_hangs(
+    text_model: str, warm: StartedRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed, and its requests end with the engine. That is no death of which the engine tells."""
+    monkeypatch.setattr(process_core, "STOP_SECONDS", 0.05)
+
+    async def main() -> None:
+        serving = AsyncLLMEngine.from_engine_args(EngineArgs(text_model))
+        async with serving:
+            [pid] = warm.pids
+            os.kill(pid, signal.SIGSTOP)
+            request = asyncio.create_task(read(serving, "the", LONG))
+            await asyncio.sleep(0)
+            assert serving.num_unfinished == 1
+        with pytest.raises(EngineDeadError, match=r"^the engine was shut down$"):
+            await request
+        assert serving.error is None
+        await serving.shutdown()
+
+    play(main())
+    assert warm.processes[0].returncode == -signal.SIGKILL
+
+
+NAME: ContextVar[str] = ContextVar("NAME")
+
+
+@pytest.mark.usefixtures("warm")
+def test_nothing_but_a_request_runs_in_the_context_of_a_request(text_model: str) -> None:
+    """Neither what the first request starts, nor what follows if the process dies in the turn in which a request comes:
+    the log would tell all of it as news of this request."""
+    names: list[str] = []
+
+    async def ask(serving: AsyncLLMEngine, name: str) -> None:
+        NAME.set(name)
+        await read(serving, "the", greedy(1))
+
+    async def main() -> None:
+        serving = AsyncLLMEngine.from_engine_args(EngineArgs(text_model))
+        serving.on_death = lambda: names.append(NAME.get("none"))
+        await asyncio.create_task(ask(serving, "the first"))
+        request = asyncio.create_task(ask(serving, "another"))
+        await asyncio.sleep(0)  # what it says to the core is sent in the next turn
+        core = serving._core
+        assert isinstance(core, ProcessCore)
+        os.kill(core.pid, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(core._socket, 0)
+        assert poll.poll(1000 * WAIT_SECONDS) == [(core._socket.fileno(), select.POLLHUP)]
+        with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
+            await request
+        await serving.shutdown()
+
+    play(main())
+    assert names == ["none"]
 
 
 def exit_in_step() -> None:

@@ -217,6 +217,13 @@ def test_a_reader_that_goes_away(arguments: list[str]) -> None:
     assert (result.returncode, result.stderr) == (141, "")
 
 
+def test_a_standard_output_that_takes_nothing() -> None:
+    with open("/dev/full", "w") as stdout:
+        result = run_python(COMMAND, "--help", stdout=stdout)
+    line = "pagedattn: error: standard output: expected a place to write to, got No space left on device\n"
+    assert (result.returncode, result.stderr) == (1, line)
+
+
 @pytest.mark.parametrize("arguments", [["info"], ["generate", "--prompt", "x", "--max-tokens", "1"]])
 def test_a_standard_output_that_is_closed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Python then has None in its place, as under some daemons."""

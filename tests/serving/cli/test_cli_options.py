@@ -55,6 +55,7 @@ WRONG = {
         ("--kv-scales {tmp}/file", "--kv-scales: expected None with kv_cache_dtype auto, which takes no scales"),
         ("--kv-cache-dtype fp8 --kv-scales {tmp}/none", "--kv-scales: expected a file that can be read, got {tmp}/no"),
         ("--kv-cache-dtype fp8 --kv-scales {tmp}/file", "--kv-scales: expected JSON in {tmp}/file, got "),
+        ("--kv-cache-dtype fp8 --kv-scales {tmp}/deep", "--kv-scales: expected JSON in {tmp}/deep, got lists or obj"),
         ("--prefix-cache-dir {tmp}/file", "--prefix-cache-dir: expected a directory that can be written, got {tmp}/f"),
         ("--prefix-cache-dir {tmp} --no-prefix-caching", "--prefix-cache-dir: expected None without prefix caching"),
         ("--prefix-cache-dir {tmp} --tensor-parallel-size 2", "--prefix-cache-dir: expected None with several ranks"),
@@ -84,6 +85,7 @@ WRONG = {
         ("--seed -1", f"--seed: expected an int in [0, {2**64 - 1}], got -1"),
         ("--no-prefix-caching=1", "--no-prefix-caching: ignored explicit argument '1'"),
         ("--host nowhere.invalid", "--host: expected a name or an address of this machine, got nowhere.invalid ("),
+        ("--host 192.0.2.1", "--host: expected a name or an address of this machine, got 192.0.2.1 (Cannot assign "),
         ("--host=", "--host: expected a text, got an empty one"),
         ("--port 65536", "--port: expected an int in [0, 65535], got 65536"),
         ("--port http", "--port: expected an int, got 'http'"),
@@ -107,8 +109,10 @@ WRONG = {
         ("--reasoning-parser hermes", "--reasoning-parser: expected one of auto, none, qwen3, "),
         ("--chat-template {tmp}/none", "--chat-template: expected a file that can be read, got {tmp}/none (No such "),
         ("--chat-template {tmp}", "--chat-template: expected a file that can be read, got {tmp} (Is a directory)"),
+        ("--chat-template {tmp}/open", "--chat-template: expected a template in Jinja, got line 1: unexpected end of "),
         ("--chat-template {tmp}/latin", "--chat-template: expected UTF-8 in {tmp}/latin, got "),
-        ("--data-parallel-size 0", "--data-parallel-size: expected an int >= 1, got 0"),
+        ("--data-parallel-size 0", "--data-parallel-size: expected an int in [1, 256], got 0"),
+        ("--data-parallel-size 257", "--data-parallel-size: expected an int in [1, 256], got 257"),
         ("--max-waiting 0", "--max-waiting: expected an int >= 1, got 0"),
         ("--max-body-size 1GB", "--max-body-size: expected bytes, or a number of KiB, MiB, GiB or TiB, got '1GB'"),
         ("--max-body-size 0", "--max-body-size: expected an int >= 1, got 0"),
@@ -123,13 +127,18 @@ WRONG = {
         ("{model} {tmp}", "OUT: expected a directory that is empty or does not exist, got {tmp}, which is in use"),
         ("{model} {tmp}/file", "OUT: expected a directory that is empty or does not exist, got {tmp}/file"),
         ("{model} {tmp}/none/out", "OUT: expected a directory within one that exists, got {tmp}/none/out"),
+        ("{model} /proc/out", "OUT: expected a directory that can be written, got /proc/out (No such file or dir"),
         ("{model} {tmp}/out --format int2", "--format: invalid choice: 'int2' (choose from "),
         ("{model}", "the following arguments are required: OUT"),
     ],
     "verify": [
         ("no/such/model", "MODEL: expected a directory with a config.json, got no/such/model"),
         ("--dtype bf16", f"--dtype: expected auto, {DTYPES}, got bf16"),
-        ("--url localhost:8000", "--url: expected one that begins with http:// or https://, got localhost:8000"),
+        ("--url localhost:8000", "--url: expected one such as http://localhost:8000, got localhost:8000"),
+        ("--url http://localhost:abc", "--url: expected one such as http://localhost:8000, got http://localhost:abc"),
+        ("--url http://[::1", "--url: expected one such as http://localhost:8000, got http://[::1"),
+        ("--url http://", "--url: expected one such as http://localhost:8000, got http://"),
+        ("--url http://a\x7f", "--url: expected one such as http://localhost:8000, got http://a"),
         ("--url http://localhost --dtype float16", "--dtype: expected none with --url, as the server has its own opt"),
         ("--prompt x", "unrecognized arguments: --prompt"),
     ],
@@ -149,6 +158,7 @@ WRONG = {
         ("--hardware TPU", "--hardware: expected A100-40, A100-80, H100, H200, cpu, or a JSON file, got TPU"),
         ("--hardware {tmp}", "--hardware: expected A100-40, A100-80, H100, H200, cpu, or a JSON file, got {tmp} (Is a"),
         ("--hardware {tmp}/file", "--hardware: expected A100-40, A100-80, H100, H200, cpu, or a JSON file that can be"),
+        ("--hardware {tmp}/deep", "--hardware: expected A100-40, A100-80, H100, H200, cpu, or a JSON file that can be"),
         ("--hardware {tmp}/gpu", "--hardware {tmp}/gpu: link_bytes: expected a number > 0, got 0"),
         ("--tensor-parallel-size 0", "--tensor-parallel-size: expected an int in [1, 4096], got 0"),
         ("--data-parallel-size 5000", "--data-parallel-size: expected an int in [1, 4096], got 5000"),
@@ -207,6 +217,8 @@ def test_a_wrong_option_is_one_line_before_anything_is_loaded(tmp_path: Path) ->
     the answer comes in milliseconds, and not after the ten seconds that these two take on a busy machine."""
     (tmp_path / "file").write_text("no JSON\n")
     (tmp_path / "gpu").write_text(json.dumps(dataclasses.asdict(PRESETS["H100"]) | {"link_bytes": 0}))
+    (tmp_path / "deep").write_text("[" * 10**5)
+    (tmp_path / "open").write_text("{{ x")
     (tmp_path / "empty").write_text(" \n\n")
     (tmp_path / "latin").write_bytes(b"{{ caf\xe9 }}")
     with create_server(("127.0.0.1", 0)) as taken:

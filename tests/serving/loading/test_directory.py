@@ -76,7 +76,16 @@ def test_what_is_nowhere(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "Expecting property name"), ("3", "int"), ("[1]", "list"), ("", "Expecting value"), ("\x80", ".*decode")],
+    [
+        *(
+            ("{", "Expecting property name"),
+            ("3", "int"),
+            ("[1]", "list"),
+            ("", "Expecting value"),
+            ("\x80", ".*decode"),
+        ),
+        ("[" * 10**5, "lists or objects that are nested too deeply"),
+    ],
 )
 def test_a_file_that_holds_no_object(tmp_path: Path, content: str, message: str) -> None:
     file = tmp_path / "config.json"

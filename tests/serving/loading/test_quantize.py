@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import change_config, convert_to_bin, make_model, remove_prefix, run
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from quantized_checkpoints import SHAPES, assert_same_tensors, pack
 from safetensors.torch import load_file, save_file
@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from pagedattn_ext import ops
 from pagedattn_serve.cli import main
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading import quantize
 from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.loading.quantize import quantize_checkpoint
@@ -169,7 +170,11 @@ def test_a_bin_whose_tensors_share_memory(tmp_path: Path) -> None:
 def test_loads_as_the_original_whatever_its_shape(tmp_path_factory: pytest.TempPathFactory, drawn: Drawn) -> None:
     """Would catch a head that is known by its size, codes that hang on the dtype of the model, and tensors that files
     cannot have."""
-    check_promise(drawn, tmp_path_factory.mktemp("drawn"))
+    try:
+        check_promise(drawn, tmp_path_factory.mktemp("drawn"))
+    except ArgumentError as error:
+        assert "linear layers whose in_features are multiples of 32, got none" in str(error)
+        reject()
 
 
 @pytest.mark.parametrize("format", ["int4", "int8"])
@@ -193,12 +198,21 @@ def test_tokens_and_logprobs_are_the_original_s(tmp_path: Path, format: str) -> 
 
 def test_layers_that_are_no_whole_groups_stay(tmp_path: Path) -> None:
     """Of 48 inputs. They are named, and quantized to 8 bits when they are loaded; so is the last layer."""
-    make_model("llama-gqa").save_pretrained(tmp_path / "model")
+    make_model("llama-gqa", intermediate_size=64).save_pretrained(tmp_path / "model")
     quantized, all_layers = quantize_checkpoint(tmp_path / "model", tmp_path / "out", "int4")
-    assert (quantized, all_layers) == (0, 15)
+    assert (quantized, all_layers) == (2, 15)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert len(config["ignore"]) == 15 and "model.layers.0.mlp.up_proj" in config["ignore"]
+    assert len(config["ignore"]) == 13 and "model.layers.0.mlp.up_proj" in config["ignore"]
     assert_same_model(tmp_path / "out", tmp_path / "model", quantization="int4")
+
+
+def test_a_model_none_of_whose_layers_can_be_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused before its tensors are looked for."""
+    make_model("llama-gqa").save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert main(["quantize", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "int4"]) == 1
+    expected = "MODEL: expected linear layers whose in_features are multiples of 32, got none"
+    assert capsys.readouterr().err.endswith(f"pagedattn: error: {expected}\n")
 
 
 def test_the_tensors_of_a_layer(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 manager's list says of the i-th sequence of the batch; so does the array of another rank, which is given the writes."""
 
 import pickle
+import resource
+from pathlib import Path
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -51,6 +53,18 @@ class Tables:
         self.manager.check_integrity()
         for array in (self.manager.table_array, self.other_rank):
             assert all(0 <= block < self.manager.num_blocks for block in array.memory)
+
+
+def test_rows_that_nobody_uses_take_no_memory() -> None:
+    """A cache that is too large is refused before the memory is taken of as many sequences as it would hold."""
+
+    def num_resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    cache_config = CacheConfig(num_blocks=8, block_size=BLOCK_SIZE)
+    before = num_resident_bytes()
+    array = TableArray(SchedulerConfig(max_num_seqs=10**7, max_model_len=MAX_LEN), cache_config)
+    assert len(array.memory) == 5 * 10**7 and num_resident_bytes() - before < 10**7
 
 
 class Life(RuleBasedStateMachine):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pagedattn_serve.config import DEMO_MODEL
-from pagedattn_serve.text.chat_template import load_chat_template, render_chat
+from pagedattn_serve.text.chat_template import check_template, load_chat_template, render_chat
 
 CHATML = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
@@ -478,3 +478,22 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "a.jinja").write_bytes(b"{{ \xff }}")
     with pytest.raises(ValueError, match=r"^chat_template: expected Jinja.*codec can't decode"):
         load_chat_template(tmp_path / "a.jinja")
+
+
+@pytest.mark.parametrize(
+    ("template", "got"),
+    [
+        ("a\n{{ x", "line 2: unexpected end of template"),
+        ("{{ x | no_filter }}", "line 1: No filter named 'no_filter'"),
+        ("{{" + "(" * 10**5, "one that is nested too deeply"),
+    ],
+)
+def test_what_is_no_template(template: str, got: str) -> None:
+    with pytest.raises(ValueError, match=f"^chat_template: expected a template in Jinja, got {got}"):
+        check_template(template)
+
+
+@pytest.mark.parametrize("template", [CHATML, STRICT, CALLS, EITHER, PARTS])
+def test_what_transformers_reads_is_a_template(template: str) -> None:
+    """What it adds to Jinja, too."""
+    check_template("{% for a in b %}{% break %}{% endfor %}{% generation %}" + template + "{% endgeneration %}")

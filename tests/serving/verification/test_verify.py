@@ -1,7 +1,9 @@
 """`pagedattn verify`: it passes where bits are the same, and names layer and op where they are not."""
 
+import dataclasses
 import json
 import re
+import socket
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,11 +17,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from pagedattn_ext import ops
-from pagedattn_serve import EngineArgs
+from pagedattn_serve import EngineArgs, LLMEngine
 from pagedattn_serve.cli import main
 from pagedattn_serve.execution.cache_engine import CacheEngine
 from pagedattn_serve.loading.loader import load_model
-from pagedattn_serve.verification.local import Verified, verify
+from pagedattn_serve.verification.conditions import conditions_of
+from pagedattn_serve.verification.local import Verified, max_num_sequences, verify
+from pagedattn_serve.verification.workload import make_cases
 
 
 def results(model: str | Path, **options: Any) -> dict[str, Verified]:
@@ -152,6 +156,30 @@ def test_what_no_engine_does_is_not_called_verified(llama: Checkpoint) -> None:
     assert "after prefix hits" not in done
 
 
+@pytest.mark.parametrize(
+    ("options", "num_sequences"),
+    [
+        ({"cpu_memory_utilization": 1e-3}, 3),
+        ({"max_num_seqs": 2}, 2),
+        ({"max_num_seqs": 3, "max_num_batched_tokens": 1}, 1),
+        ({"block_size": 256, "num_blocks": 2}, 1),
+    ],
+    ids=str,
+)
+def test_an_engine_takes_all_its_requests_and_conditions(
+    llama: Checkpoint, options: dict[str, Any], num_sequences: int
+) -> None:
+    """Whatever its limits, and whatever says how large its cache is."""
+    args = EngineArgs(llama.path, **options)
+    engine = LLMEngine.from_engine_args(args)
+    cases = make_cases(97, engine.max_model_len, max_num_sequences(engine))
+    assert max(case.params.n for case in cases) == num_sequences
+    for i, case in enumerate(cases):
+        engine.add_request(str(i), case.prompt_token_ids, case.params)
+    for condition in conditions_of(engine, args, cases):
+        dataclasses.replace(args, **condition.options or {})
+
+
 # ---- a server --------------------------------------------------------------------------------------------------------
 
 
@@ -225,6 +253,63 @@ def test_a_server_that_does_not(
     assert any(line.startswith("    the prompt of ") and reason in line for line in lines)
     assert lines[-1] == "different under 1 of 2 ways of asking"
     assert server.bodies[0]["model"] == "model"
+
+
+SAID = "an answer from "
+LISTED = "a list of models from "
+CHOICES = "choices as OpenAI's API has them, got "
+
+
+def whole(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    ("model", "answer", "expected", "got"),
+    [
+        ("", b"hello\r\n\r\n", SAID, "BadStatusLine: hello"),
+        ("", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", SAID, "IncompleteRead: "),
+        ("", b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nshort", SAID, "500:"),
+        ("", whole(b"[" * 10**5), SAID, "RecursionError: "),
+        ("", whole(b"[1]"), LISTED, "[1]"),
+        ("", whole(b"3"), LISTED, "3"),
+        ("", whole(b'{"data": ["a"]}'), LISTED, '{"data": ["a"]}'),
+        ("", whole(b'{"data": [{"id": null}]}'), LISTED, '{"data": [{"id": null}]}'),
+        ("m", whole(b'{"choices": [{"text": "a", "logprobs": [1]}]}'), CHOICES, '{"choices": [{"text": "a", '),
+        ("m", whole(b'{"choices": [{"text": null}]}'), CHOICES, '{"choices": [{"text": null}]}'),
+        ("m", whole(b'{"choices": [[1]]}'), CHOICES, '{"choices": [[1]]}'),
+    ],
+)
+def test_what_is_no_answer(
+    model: str, answer: bytes, expected: str, got: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a server that is none of OpenAI's API: one line, which names the option and has what came."""
+
+    def serve(listening: socket.socket) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(answer)
+        listening.close()  # whoever asks again gets no answer
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        serving = Thread(target=serve, args=(listening,))
+        serving.start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        assert main(["verify", *([model] if model else []), "--url", url]) == 1
+        serving.join()
+    line = capsys.readouterr().err
+    assert line.startswith(f"pagedattn: error: --url: expected {expected}") and line.count("\n") == 1
+    assert f", got {got}" in line
+
+
+def test_a_key_that_no_header_carries_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret\nkey")
+    assert main(["verify", "--url", "http://127.0.0.1:1"]) == 1
+    line = "pagedattn: error: OPENAI_API_KEY: expected printable ASCII without spaces, got another character\n"
+    assert capsys.readouterr().err == line
 
 
 def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pagedattn_serve.config import check_bool, check_choice, check_float, check_int, check_text, read_file
+from pagedattn_serve.config import MAX_REPLICAS, check_bool, check_choice, check_float, check_int, check_text, read_file
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, nth
 from pagedattn_serve.options import Flag, options_of, parts, size
 from pagedattn_serve.output_parsing.output_format import check_parsers
@@ -130,7 +130,7 @@ class ServerConfig:
         check_origins(self.allowed_origins)
         check_not_empty("served_model_name", self.served_model_name)
         check_parsers(self.tool_call_parser, self.reasoning_parser)
-        check_int("data_parallel_size", self.data_parallel_size, 1)
+        check_int("data_parallel_size", self.data_parallel_size, 1, MAX_REPLICAS)
         check_int("max_waiting", self.max_waiting, 1)
         check_int("max_body_size", self.max_body_size, 1)
         check_int("response_store_size", self.response_store_size, 0)

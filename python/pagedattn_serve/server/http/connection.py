@@ -4,12 +4,18 @@ It also answers clients of HTTP/1.0, and clients that end their side of the conn
 """
 
 import asyncio
+import logging
+import secrets
 import sys
 from typing import Any
 
 import httptools
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from pagedattn_serve.server.http.errors import ApiError, encode_json
+
+logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10  # of one request, with the line of method and path
 FIRST_PROBE_SECONDS = 0.25  # the second probe comes after twice as long, and shows whether the client is there
@@ -108,6 +114,17 @@ class Connection(HttpToolsProtocol):
         rest = self._received[error.args[0] :]
         self.parser = httptools.HttpRequestParser(self)
         self.data_received(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
+
+    def send_400_response(self, msg: str) -> None:
+        """Replaces uvicorn's method, for what is no HTTP: the answer has the shape and the id that all answers have."""
+        request_id = secrets.token_hex(16)
+        logger.info("request", extra={"fields": {"request_id": request_id, "status": 400}})
+        body = encode_json(ApiError(400, msg).body).encode()
+        headers = (
+            b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(STATUS_LINE[400] + headers % (len(body), request_id.encode()) + body)
+        self.transport.close()
 
     def pause_writing(self) -> None:
         self._write_timer = self.loop.call_later(self.timeout, self.transport.abort)

@@ -1,5 +1,6 @@
 """The live page at /, and what it shows: /state."""
 
+import asyncio
 import dataclasses
 import hashlib
 import time
@@ -17,6 +18,7 @@ from pagedattn_serve.server.http.errors import ApiError, JSONResponse
 FILES = {file.name: file for file in (Path(__file__).parent / "page").iterdir()}
 # The page takes nothing from elsewhere, and no other page frames it.
 HEADERS = {"Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'", "Cache-Control": "no-cache"}
+STATE_SECONDS = 5.0  # for the step that runs to end; by then it is known what hangs
 CODES = {"free": -1, "cached": -2, "shared": -3}  # map.js reads these; any other code is the owner's index
 
 router = APIRouter(include_in_schema=False)
@@ -46,11 +48,16 @@ async def state(request: Request, replica: int = 0) -> Response:
     """
     engine: AsyncLLMEngine = request.app.state.engine
     try:
-        stats, cache = await engine.cache_map(replica)
+        async with asyncio.timeout(STATE_SECONDS):
+            stats, cache = await engine.cache_map(replica)
     except ArgumentError as error:
         raise ApiError(400, str(error), param="replica") from None
     except EngineDeadError as error:
         raise ApiError(503, str(error), code="engine_dead") from None
+    except TimeoutError:
+        hang = engine.replicas()[replica].hang
+        text = hang or f"a step takes more than {STATE_SECONDS:g} seconds"
+        raise ApiError(503, text, code="engine_hangs" if hang else "engine_busy") from None
     requests = [
         {
             "name": hashlib.sha256(each.request_id.encode()).hexdigest()[:6],

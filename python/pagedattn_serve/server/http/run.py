@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.connection import connection_class
-from pagedattn_serve.server.http.sockets import are_loopback, listen, port_of
+from pagedattn_serve.server.http.sockets import are_loopback, listen, port_of, remove_abandoned
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +50,16 @@ async def serve(make_app: MakeApp, engine: AsyncLLMEngine, config: ServerConfig,
         server = Server(make_app(engine, with_hosts(config, sockets)), engine, config)
         engine.on_death = server.stop
         await engine.start()
-        listen(config.host, sockets)
-        announce(engine, config, sockets)
-        await server.serve(sockets)
+        with server.capture_signals():  # before anybody can know that the server is ready
+            listen(config.host, sockets)
+            announce(engine, config, sockets)
+            await server.serve(sockets)
     finally:
         await engine.shutdown()
         if config.uds is not None:
-            Path(config.uds).unlink(missing_ok=True)
+            for each in sockets:
+                each.close()
+            remove_abandoned(config.uds)  # unless another server has taken the place of this one
     if engine.error is None:
         return 0
     logger.error("the engine broke: %s", engine.error)

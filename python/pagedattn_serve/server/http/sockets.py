@@ -1,10 +1,12 @@
 """The sockets that a server listens on. They are made first of all: whether a port is free is known before a model is
 loaded, and before the modules that load a model are imported."""
 
+import errno
 import ipaddress
 import os
 import socket
 import stat
+from contextlib import suppress
 
 from pagedattn_serve.errors import ArgumentOSError
 
@@ -16,15 +18,9 @@ def bind_unix(path: str) -> list[socket.socket]:
 
     Raises OSError, which names what is wrong.
     """
-    try:
-        if stat.S_ISSOCK(os.stat(path).st_mode) and not is_listened_on(path):
-            os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise uds_error(path, error) from None
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        remove_abandoned(path)
         bound.bind(path)
     except OSError as error:
         bound.close()
@@ -32,13 +28,18 @@ def bind_unix(path: str) -> list[socket.socket]:
     return [bound]
 
 
-def is_listened_on(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        try:
-            client.connect(path)
-        except ConnectionRefusedError:
-            return False
-    return True
+def remove_abandoned(path: str) -> None:
+    """Remove a unix socket that no process has. Raises OSError."""
+    with suppress(FileNotFoundError):
+        if stat.S_ISSOCK(os.stat(path).st_mode) and not is_bound(path):
+            os.unlink(path)
+
+
+def is_bound(path: str) -> bool:
+    """Whether a process has the unix socket. It need not listen: of a socket that a process has, the kernel says to
+    one of another kind that the kinds differ."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        return other.connect_ex(path) != errno.ECONNREFUSED
 
 
 def uds_error(path: str, error: OSError) -> OSError:
@@ -56,8 +57,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        got = f"{host} ({error.strerror})"
-        raise ArgumentOSError("host", "a name or an address of this machine", got) from None
+        raise host_error(host, error) from None
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(addresses):
@@ -84,7 +84,13 @@ def listen(host: str, sockets: list[socket.socket]) -> None:
 
 
 def port_error(host: str, port: int, error: OSError) -> OSError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return host_error(host, error)
     return ArgumentOSError("port", f"one that is free on {host}", f"{port} ({error.strerror})")
+
+
+def host_error(host: str, error: OSError) -> OSError:
+    return ArgumentOSError("host", "a name or an address of this machine", f"{host} ({error.strerror})")
 
 
 def port_of(bound: socket.socket) -> int:

@@ -1,6 +1,7 @@
 """Connections over real sockets: who is too slow, or sends too much, is cut off, and nobody else is."""
 
 import asyncio
+import json
 import socket
 import ssl
 import struct
@@ -32,10 +33,13 @@ Client = Callable[[int], Awaitable[None]]
 
 
 class FakeEngine:
-    """As much of AsyncLLMEngine as a server's end asks of it."""
+    """As much of AsyncLLMEngine as a server's start and end ask of it."""
 
     error = None
     is_shut_down = False
+
+    async def start(self) -> None:
+        pass
 
     async def shutdown(self) -> None:
         self.is_shut_down = True
@@ -271,12 +275,19 @@ def test_a_body_that_stops_coming() -> None:
 @pytest.mark.parametrize(
     "sent", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9\r\n\r\n", b"GET\r\n\r\n", b"\x00" * 99]
 )
-def test_what_is_not_http(sent: bytes) -> None:
+def test_what_is_not_http(sent: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
-        assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+        status, *headers, body = (await reader.read()).decode().replace("\r\n\r\n", "\r\n").splitlines()
+        assert status == "HTTP/1.1 400 Bad Request" and "content-type: application/json" in headers
+        [request_id] = [each.removeprefix("x-request-id: ") for each in headers if each.startswith("x-request-id: ")]
+        assert json.loads(body)["error"]["message"] == "Invalid HTTP request received."
+        assert f"content-length: {len(body)}" in headers
+        told = [record.fields for record in caplog.records if hasattr(record, "fields")]
+        assert {"request_id": request_id, "status": 400} in told
 
+    caplog.set_level("INFO")
     with_server(client, read_timeout=WAIT_SECONDS)
 
 
@@ -380,12 +391,15 @@ def test_unix_socket(tmp_path: Path) -> None:
     for each in bind_unix(path):
         each.close()
     sockets = bind_unix(path)
+    in_use = rf"^uds: expected a path .*, got {path} \(Address already in use\)"
+    with pytest.raises(OSError, match=in_use):  # of a server that still loads its model
+        bind_unix(path)
 
     async def client(_: int) -> None:
         transport = httpx.AsyncHTTPTransport(uds=path)
         async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as http:
             assert (await http.get("/")).text == "hello"
-        with pytest.raises(OSError, match=rf"^uds: expected a path .*, got {path} \(Address already in use\)"):
+        with pytest.raises(OSError, match=in_use):
             bind_unix(path)
 
     with_server(client, sockets=sockets, uds=path, allowed_hosts=())

@@ -1,6 +1,8 @@
 """The live page's files, and /state. tests/clients has the page in a browser."""
 
+import asyncio
 import re
+import threading
 from contextlib import aclosing
 from typing import Any
 
@@ -9,6 +11,7 @@ from httpx import ASGITransport, AsyncClient
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.server.http import live
 from pagedattn_serve.server.http.live import CODES, FILES
 
 
@@ -74,6 +77,23 @@ def test_state_of_a_server_whose_engine_has_stopped(serve: Any, demo_engine: LLM
         client.http.portal.call(client.engine.shutdown)
         status, _, message = client.error_of(client.http.get("/state"))
     assert (status, message) == (503, "the engine was shut down")
+
+
+def test_the_state_does_not_wait_for_an_engine_that_stands(demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "STATE_SECONDS", 0.01)
+    free = threading.Event()
+
+    async def stand() -> asyncio.Task[bool]:
+        return asyncio.create_task(demo.engine.call(lambda _: free.wait()))
+
+    async def end(call: asyncio.Task[bool]) -> None:
+        await call
+
+    call = demo.http.portal.call(stand)
+    status, _, message = demo.error_of(demo.http.get("/state"))
+    free.set()
+    demo.http.portal.call(end, call)
+    assert (status, message) == (503, "a step takes more than 0.01 seconds")
 
 
 def test_only_the_state_asks_for_a_key(serve: Any, demo_engine: LLMEngine) -> None:

@@ -1,5 +1,6 @@
 """The server as a process: how it starts, how it is told to end, and what it does then."""
 
+import asyncio
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -26,12 +28,14 @@ from server_process import (
     serving,
     wait_for,
 )
+from test_connection import FakeEngine
 
 from pagedattn_serve import DEMO_MODEL
 from pagedattn_serve.cli import main
+from pagedattn_serve.server.http import run
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.run import with_hosts
-from pagedattn_serve.server.http.sockets import bind, listen, port_of
+from pagedattn_serve.server.http.sockets import bind, bind_unix, listen, port_of
 
 get, head, post = (partial(ask, timeout=WAIT_SECONDS) for ask in (httpx.get, httpx.head, httpx.post))
 
@@ -239,6 +243,53 @@ def test_signals_reach_both_processes_and_end_neither_at_once() -> None:
         assert all('"finish_reason":"length"' in text for text in streams.texts)
         assert "Traceback" not in server.stderr
         assert not is_running(pid)
+
+
+@pytest.fixture
+def signals() -> Iterator[list[int]]:
+    """SIGTERM that reaches no handler of a server."""
+    numbers: list[int] = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
+    yield numbers
+    signal.signal(signal.SIGTERM, previous)
+
+
+def serve_until_announced(path: Path, announce: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Serve no engine on a unix socket, in this process. Returns the status."""
+
+    async def serve() -> int:
+        config, make_app = ServerConfig(uds=str(path)), lambda *_: None
+        async with asyncio.timeout(WAIT_SECONDS):
+            return await run.serve(make_app, FakeEngine(), config, bind_unix(str(path)))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "announce", lambda *_: announce())
+    return asyncio.run(serve())
+
+
+def test_a_signal_as_soon_as_the_server_says_that_it_is_ready(
+    signals: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends the server as later signals do, and no socket is left."""
+    path = tmp_path / "server"
+    assert serve_until_announced(path, lambda: os.kill(os.getpid(), signal.SIGTERM), monkeypatch) == 0
+    assert signals == [] and not path.exists()
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_socket_of_another_server_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the place of this server's, which somebody has removed."""
+    path = tmp_path / "server"
+    others: list[socket.socket] = []
+
+    def give_way_and_end() -> None:
+        path.unlink()
+        others.extend(bind_unix(str(path)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert serve_until_announced(path, give_way_and_end, monkeypatch) == 0
+    assert path.exists()
+    for each in others:
+        each.close()
 
 
 # --- what keeps it from starting ---
