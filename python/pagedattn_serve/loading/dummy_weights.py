@@ -27,7 +27,7 @@ def dummy_checkpoint(model: CausalLM) -> Tensors:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):  # anew: the model has been changed for our ops, and cut for its rank
-            network = AutoModelForCausalLM.from_config(model.config)
+            network = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
         shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
     return {name: partial(dummy_tensor, name, shape, numbers) for name, shape in shapes.items()}
 

@@ -213,13 +213,16 @@ def checkpoint_format(directory: Path) -> CheckpointFormat | GgufFormat | None:
     """
     if is_gguf(directory):
         return gguf_format(GgufFile.open(directory))
-    config = config_fields(directory).get("quantization_config")
+    fields = config_fields(directory)
+    config = fields.get("quantization_config", fields.get("compression_config"))  # the older name of compressed-tensors
     return None if config is None or is_for_cache_alone(config) else parse_format(config)
 
 
 def is_for_cache_alone(config: Any) -> bool:
     """Whether a quantization_config, one of compressed-tensors, leaves the weights as they are."""
-    return isinstance(config, dict) and bool(config.get("kv_cache_scheme")) and not config.get("config_groups")
+    if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
+        return False
+    return bool(config.get("kv_cache_scheme")) and not config.get("config_groups")
 
 
 def parse_format(config: Any) -> CheckpointFormat:

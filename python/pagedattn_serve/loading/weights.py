@@ -59,12 +59,12 @@ def load_weights(
                 kind = name.removeprefix(f"{layer_name}.")
                 if stored is not None and kind == "weight" and is_quantized(layer, layer_name, stored, tensors):
                     quantized = read_weight(layer, layer_name, stored, tensors, read)
-                elif (found := read(checkpoint_shapes(layer, layer_name, kind))) is not None and not problems:
+                elif (found := read(shapes := checkpoint_shapes(layer, layer_name, kind))) is not None and not problems:
                     if forms is not None and is_packed and kind == "weight":
                         quantized = in_its_form(layer_name, found, forms)
                         if quantized is not None:
                             continue
-                    found = [as_float(part) for part in found]
+                    found = [floats_of(*each) for each in zip(shapes, found, strict=True)]
                     parts = layer.parts_from_checkpoint(kind, found) if isinstance(layer, SlicedLinear) else found
                     if is_quantizing and is_packed and kind == "weight":
                         parts = [quantizable(part).to(device) for part in parts]
@@ -90,8 +90,20 @@ def load_weights(
             open_files.close()
             give_back_freed_memory()
         if (own_head := checkpoint.read_own_head()) is not None:
-            load_own_head(model, own_head.to(device, model.dtype))
+            load_own_head(model, floats_of(HEAD, own_head).to(device, model.dtype))
     checkpoint.check(directory)
+
+
+def floats_of(name: str, tensor: Tensor | Blocks) -> Tensor:
+    """The numbers of a weight. Raises ValueError for integers and for floats of 8 bits, which mean something by scales
+    that config.json does not know."""
+    found = as_float(tensor)
+    if not found.is_floating_point() or found.itemsize == 1:
+        raise ValueError(
+            f"model: expected {name} in floats of 16 bits or more, as config.json has no quantization_config for it, "
+            f"got {found.dtype}"
+        )
+    return found
 
 
 def in_its_form(name: str, parts: Sequence[Tensor | Blocks], forms: LinearForms) -> Sequence[QuantizedWeight] | None:

@@ -30,6 +30,9 @@ def load_tokenizer(
     except Exception as error:  # of any type, mostly without the name of the file
         for file in sorted(directory.glob("*.json")):
             read_json(file)
+        if "trust_remote_code" in str(error):
+            expected, got = "a tokenizer that transformers has", f"code of its own in {directory}, which is not run"
+            raise ArgumentError("tokenizer", expected, got) from None
         reason = " ".join(str(error).split())
         raise ValueError(f"tokenizer: cannot load that of {directory}: {type(error).__name__}: {reason}") from None
 
@@ -55,6 +58,8 @@ def _from_pretrained(directory: Path) -> Any:
 
     For the model_type alone, AutoTokenizer imports the class of the model's config, and with it torch's compiler: two
     seconds of CPU time. If tokenizer_config.json names the tokenizer's class, any config with the model_type does.
+
+    Code in the directory is not run, and nobody is asked whether it may be.
     """
     fields, names = (
         read_json(directory / name) if (directory / name).is_file() else {}
@@ -64,7 +69,7 @@ def _from_pretrained(directory: Path) -> Any:
     if not is_named or read_plain_config(fields) is None:
         from transformers import AutoTokenizer  # here, as importing transformers takes longer than all of this package
 
-        return AutoTokenizer.from_pretrained(directory)
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     if fields["model_type"] == "llama" and names["tokenizer_class"] in GENERIC:
         from transformers import PreTrainedTokenizerFast  # half of what AutoTokenizer imports
 
@@ -73,7 +78,7 @@ def _from_pretrained(directory: Path) -> Any:
 
     looked_at = {name: fields[name] for name in ("model_type", "model_name") if name in fields}
     config = PretrainedConfig(name_or_path=str(directory), **looked_at)
-    return AutoTokenizer.from_pretrained(directory, config=config)
+    return AutoTokenizer.from_pretrained(directory, config=config, trust_remote_code=False)
 
 
 def turn_end_token_ids(tokenizer: Any | None) -> set[int]:

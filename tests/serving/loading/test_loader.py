@@ -406,6 +406,18 @@ def test_fused_parts_are_checked_one_by_one(save: Save) -> None:
     expect_misfit(directory, Q, K)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bool", "float8_e4m3fn", "complex64"])
+@pytest.mark.parametrize("is_native", [True, False])
+def test_codes_without_a_quantization_config(save: Save, is_native: bool, dtype: str) -> None:
+    """They would be wrong numbers. Masks and positions that old checkpoints have are no weights."""
+    directory = save("llama-gqa")
+    if not is_native:
+        change_config(directory, architectures=["OlmoForCausalLM"], model_type="olmo")
+    change_weights(directory, lambda tensors: tensors.update({Q: tensors[Q].to(getattr(torch, dtype))}))
+    with pytest.raises(ValueError, match=rf"model: expected {Q} in floats of 16 bits or more, .*, got torch.{dtype}"):
+        load_model(str(directory))
+
+
 @pytest.mark.parametrize("name", ["qwen2-tied", "gpt2", "opt-350m", "bloom"])
 def test_a_head_that_is_not_the_embedding_although_the_config_ties_them(save: Save, name: str) -> None:
     """Hugging Face takes the head, with a warning; the embedding in its place, without a word, would be worse."""

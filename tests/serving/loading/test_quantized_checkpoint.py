@@ -1,5 +1,6 @@
 """Checkpoints that come quantized: the weights that they mean, the tokens that follow, or a refusal by name."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms, load_model
-from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
+from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, parse_format
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
 from pagedattn_serve.models.partition import SlicedLinear
 from pagedattn_serve.sampling_params import SamplingParams
@@ -237,6 +238,7 @@ INT4 = compressed("pack-quantized", None, num_bits=4, strategy="group", group_si
 ZEROS = CONFIGS["int4-zeros"]
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(quant_method="fp8"), "quant_method: expected compressed-tensors or gptq or awq, got 'fp8'"),
+    (dict(quant_method="modelopt", quant_algo="FP8", kv_cache_scheme=dict(num_bits=8)), "quant_method: .*'modelopt'"),
     (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method: .*, got 'bitsandbytes'"),
     (dict(bits=4), "quant_method: .*, got none"),
     (GPTQ | dict(bits=8), "bits: expected 4, got 8"),
@@ -300,6 +302,14 @@ def test_other_formats_are_refused_before_weights_are_read(
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=f"^quantization_config: {message}"):
         load_model(tmp_path)
+
+
+def test_the_older_name_of_a_quantization_config(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "llama-gqa", GPTQ)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["compression_config"] = fields.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert checkpoint_format(tmp_path) == parse_format(GPTQ)
 
 
 @pytest.mark.parametrize(("config", "size"), [(GPTQ, 48), (AWQ, 8), (INT4, 16)])

@@ -87,16 +87,25 @@ def test_of_every_class_it_is_what_transformers_makes(text_model: str, tmp_path:
         assert loaded.chat_template == expected.chat_template
 
 
-def test_code_beside_a_tokenizer_is_not_run(text_model: str, tmp_path: Path) -> None:
-    """Nor is anybody asked whether to run it, as transformers has a tokenizer for the model_type."""
+@pytest.mark.parametrize("model_type", ["gpt2", "own"])
+def test_code_beside_a_tokenizer_is_not_run(
+    text_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """Nor is anybody asked whether to run it, whether or not transformers has a tokenizer for the model_type."""
     shutil.copytree(text_model, tmp_path, dirs_exist_ok=True)
-    change_config(tmp_path, model_type="gpt2", activation_function="relu", layer_norm_epsilon=1e-5)
+    change_config(tmp_path, model_type=model_type, activation_function="relu", layer_norm_epsilon=1e-5)
     said = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'it_ran')!r}, 'w')\nclass OwnTokenizer: pass\n")
-    loaded, expected = load_tokenizer(tmp_path, None), AutoTokenizer.from_pretrained(tmp_path)
-    assert type(loaded) is type(expected)
-    assert not (tmp_path / "it_ran").exists()
+    asked: list[object] = []
+    monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "y")
+    if model_type == "own":
+        with pytest.raises(ValueError, match=r"tokenizer: expected .* that transformers has, got code of its own"):
+            load_tokenizer(tmp_path, None)
+    else:
+        expected = AutoTokenizer.from_pretrained(tmp_path, trust_remote_code=False)
+        assert type(load_tokenizer(tmp_path, None)) is type(expected)
+    assert not asked and not (tmp_path / "it_ran").exists()
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
