@@ -170,7 +170,9 @@ def assert_attention(arguments: dict, out: torch.Tensor, lse: torch.Tensor) -> N
         _, eager_lse = reference.paged_attention(**arguments, dtype=torch.float32)
     assert out.dtype == arguments["query"].dtype and out.is_contiguous()
     assert lse.dtype == torch.float32
-    assert_close_to_reference(out, expected_out, eager_out)
+    # Logits are rounded at their own size, twice: to 2^-23 of it, where NOISE is 2^-20.
+    size_of_logits_of_row = expected_lse.nan_to_num(posinf=0.0, neginf=0.0).abs()[..., None]
+    assert_close_to_reference(out, expected_out, eager_out, size_of_logits_of_row / 8)
     size_of_terms = size_of_logits(arguments["query"], arguments["scale"])
     assert_close_to_reference(lse, expected_lse, eager_lse, size_of_terms)
 

@@ -29,13 +29,14 @@ ABSOLUTE = {torch.float32: 2.0**-40, torch.float16: 2.0**-25, torch.bfloat16: 2.
 
 
 def assert_close_to_reference(
-    actual: Tensor, reference: Tensor, eager: Tensor | None = None, size_of_terms: float = 0.0
+    actual: Tensor, reference: Tensor, eager: Tensor | None = None, size_of_terms: float | Tensor = 0.0
 ) -> None:
     """|actual - reference| <= 2 * max|eager - reference| + floor, in every element; NaN is never close.
 
     `eager` is what plain PyTorch computes in actual's dtype. Without it the floor alone must do, which says that the
     result was computed in fp32 and rounded once. `size_of_terms` is for a result of few elements, all of which may be
-    small because their terms cancelled, and then say nothing of the noise; nor does the error of `eager`, by luck 0.
+    small because their terms cancelled, and then say nothing of the noise; nor does the error of `eager`, by luck 0. As
+    a tensor it has the shape of the result, or one that broadcasts to it.
     """
     assert actual.shape == reference.shape, f"shape {tuple(actual.shape)}, expected {tuple(reference.shape)}"
     dtype, actual, reference = actual.dtype, actual.double(), reference.double()
@@ -43,7 +44,7 @@ def assert_close_to_reference(
     if not finite.any():
         assert torch.equal(actual, reference)
         return
-    size = max(reference[finite].abs().max().item(), size_of_terms)
+    size = torch.as_tensor(size_of_terms, dtype=torch.float64).clamp(min=reference[finite].abs().max().item())
     allowed = ROUNDING[dtype] * reference.abs() + ABSOLUTE[dtype] + NOISE * size
     if eager is not None:
         eager_error = (eager.double() - reference)[finite].abs().max()

@@ -22,14 +22,19 @@ from attention_cases import (
     run_v2,
 )
 from checks import DTYPES, assert_row_gap_untouched, assert_same_bits
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from op_table import num_simt_launches, runs_cuda_kernels
 
 # ---- against the reference -----------------------------------------------------------------------------------------
 
 
+# Of 224, as the bias grows with the distance.
+LARGE_LOGITS = Case(((2, 1100),), group_size=4, head_size=4, layout="nhd", alibi=True, causal=False, seed=1)
+
+
 @given(cases())
+@example(LARGE_LOGITS)
 def test_paged_attention(device, case):
     arguments = make_arguments(case, device)
     assert_attention(arguments, *OPS.paged_attention(**arguments))
