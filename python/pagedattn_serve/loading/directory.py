@@ -182,6 +182,8 @@ FIELDS: dict[str, dict[str, type | UnionType | bool | None]] = {
         "seq_length": None,
         "layer_norm_epsilon": float,
         "apply_residual_connection_post_layernorm": False,
+        "pretraining_tp": int,
+        "slow_but_exact": False,
         "tie_word_embeddings": True,
     },
 }

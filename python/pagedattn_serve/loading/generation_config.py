@@ -161,7 +161,8 @@ def _bad_words(fields: dict[str, Any], eos_ids: set[int]) -> tuple[tuple[int, ..
 
 
 def eos_token_ids(directory: Path) -> set[int]:
-    """The token ids that end an output: those of generation_config.json, or of config.json, or of its text part."""
+    """The token ids that end an output: those of generation_config.json, or of config.json, or of its text part. A
+    negative id is that of no token."""
     for name in (FILE, "config.json"):
         path, fields = file_fields(directory, name)
         eos = fields.get("eos_token_id")
@@ -172,5 +173,5 @@ def eos_token_ids(directory: Path) -> set[int]:
             for token_id in token_ids:
                 if not isinstance(token_id, int) or isinstance(token_id, bool):
                     raise ValueError(f"{path}: eos_token_id: expected an int or a list of ints, got {eos!r}")
-            return set(token_ids)
+            return {token_id for token_id in token_ids if token_id >= 0}
     return set()

@@ -130,7 +130,7 @@ def tensor_names(file: GgufFile) -> TensorNames:
 
 def llama(file: GgufFile) -> dict[str, Any]:
     """Mistral is the same architecture in these files; what makes a difference is a sliding window."""
-    window = file.get("llama.attention.sliding_window", int, None)
+    window = file.get("llama.attention.sliding_window", int, None) or None  # 0, too, says that there is none
     return {
         **common(file),
         "model_type": "llama" if window is None else "mistral",
@@ -273,16 +273,16 @@ def rope_parameters(file: GgufFile, head_size: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default"}
     rope["rope_theta"] = decimal(file.get(f"{name}.rope.freq_base", float, 10000.0))
     factor = file.get(f"{name}.rope.scaling.factor", float, file.get(f"{name}.rope.scale_linear", float, 0.0))
+    if factor < 0:
+        raise ArgumentError(f"{name}.rope.scaling.factor", f"a number >= 0 in {file.path}", factor)
     kind = file.get(f"{name}.rope.scaling.type", str, "linear" if factor else "none")
     if kind not in ("none", "linear", "yarn"):
         raise ArgumentError(f"{name}.rope.scaling.type", f"none, linear or yarn in {file.path}", repr(kind))
-    if kind != "none" and factor:
-        rope |= {"rope_type": kind, "factor": decimal(factor)}
     if kind == "yarn":
-        length = file.get(f"{name}.context_length", int)
-        rope["original_max_position_embeddings"] = file.get(f"{name}.rope.scaling.original_context_length", int, length)
-        if (attention_factor := file.get(f"{name}.rope.scaling.attn_factor", float, 1.0)) != 1.0:
-            rope["attention_factor"] = attention_factor * (1.0 + 0.1 * math.log(factor))
+        rope |= yarn_parameters(file, factor or 1.0)
+    elif kind == "linear" and factor:
+        rope |= {"rope_type": kind, "factor": decimal(factor)}
+    check_neutral(file, kind)
     if ROPE_FACTORS in file.tensors:
         if rope["rope_type"] != "default":
             raise ArgumentError(f"{name}.rope.scaling.type", f"none beside {ROPE_FACTORS} in {file.path}", repr(kind))
@@ -293,6 +293,29 @@ def rope_parameters(file: GgufFile, head_size: int) -> dict[str, Any]:
         rope |= {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
         rope |= {"factor": 1.0, "original_max_position_embeddings": length}
     return rope
+
+
+def yarn_parameters(file: GgufFile, factor: float) -> dict[str, Any]:
+    prefix = f"{file.architecture}.rope.scaling"
+    length = file.get(f"{file.architecture}.context_length", int)
+    yarn: dict[str, Any] = {"rope_type": "yarn", "factor": decimal(factor)}
+    yarn["original_max_position_embeddings"] = file.get(f"{prefix}.original_context_length", int, length)
+    for name in ("beta_fast", "beta_slow"):
+        if (beta := file.get(f"{prefix}.yarn_{name}", float, None)) is not None:
+            yarn[name] = decimal(beta)
+    if (attention_factor := file.get(f"{prefix}.attn_factor", float, 1.0)) != 1.0:
+        yarn["attention_factor"] = attention_factor * (1.0 + 0.1 * math.log(factor))
+    return yarn
+
+
+def check_neutral(file: GgufFile, kind: str) -> None:
+    """Raise ArgumentError for a number of llama.cpp's scaling that would change the rotary embedding, and has no place
+    in config.json. kind: of scaling. A negative yarn_ext_factor stands for the neutral one."""
+    for name, neutral in (("ext_factor", float(kind == "yarn")), ("attn_factor", 1.0), ("log_multiplier", 0.0)):
+        key = f"{file.architecture}.rope.scaling.yarn_{name}"
+        value = file.get(key, float, neutral)
+        if value != neutral and not (name == "ext_factor" and value < 0):
+            raise ArgumentError(key, f"{neutral:g}, or none, in {file.path}", f"{value:g}")
 
 
 def place_of(file: GgufFile, name: str) -> Any:

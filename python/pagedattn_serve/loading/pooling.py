@@ -10,11 +10,13 @@ from pagedattn_serve.config import parse_json
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, open_checkpoint
 from pagedattn_serve.loading.directory import config_fields, read_json
-from pagedattn_serve.loading.gguf_file import is_gguf
+from pagedattn_serve.loading.gguf_file import GgufFile, is_gguf
 from pagedattn_serve.loading.loader import CLASSIFIERS
 from pagedattn_serve.pooling_params import Pooling, PoolingMode
 
 MODES: tuple[PoolingMode, ...] = ("lasttoken", "mean")
+# Of pooling_type in a GGUF file. 0 is llama.cpp's number for a model that is not said to be pooled.
+GGUF_MODES: dict[int, PoolingMode] = {0: "lasttoken", 1: "mean", 3: "lasttoken"}
 # The names of modes in files of earlier sentence-transformers, each true or false.
 SWITCHES = {
     "pooling_mode_cls_token": "cls",
@@ -27,15 +29,16 @@ SWITCHES = {
 
 
 def read_pooling(directory: Path) -> Pooling | ArgumentError:
-    """What modules.json says, or the last layer of a reranker. Another model has its last token pooled and normalised.
+    """What modules.json says, or the last layer of a reranker, or a GGUF file. Another model has its last token pooled
+    and normalised.
 
     Returns an error, for those who ask for embeddings, for modules or ways of pooling that are not here, and for a
     model whose tokens see those after them. Raises ValueError for files that cannot be read.
     """
-    if is_gguf(directory):
-        return Pooling()
-    fields = config_fields(directory)
     try:
+        if is_gguf(directory):
+            return _pooling_of_gguf(GgufFile.open(directory))
+        fields = config_fields(directory)
         if fields.get("is_causal", True) is False:
             expected, found = "one whose tokens see only those before them", "is_causal false in config.json"
             raise ArgumentError("model", expected, found)
@@ -48,17 +51,34 @@ def read_pooling(directory: Path) -> Pooling | ArgumentError:
         return error
 
 
+def _pooling_of_gguf(file: GgufFile) -> Pooling:
+    name = file.architecture
+    if not file.get(f"{name}.attention.causal", bool, True):
+        expected = "one whose tokens see only those before them"
+        raise ArgumentError("model", expected, f"{name}.attention.causal false in {file.path}")
+    kind = file.get(f"{name}.pooling_type", int, 0)
+    if kind not in GGUF_MODES:
+        expected = f"pooling by lasttoken (3) or mean (1) in {file.path}"
+        raise ArgumentError("model", expected, f"{name}.pooling_type {kind}")
+    return Pooling(GGUF_MODES[kind])
+
+
 def _pooling_of(directory: Path, file: Path) -> Pooling:
     kinds = []
     mode: PoolingMode | None = None
     for module in _read_modules(file):
-        kind, path = str(module.get("type", "none")).rpartition(".")[2], str(module.get("path", ""))
+        kind, folder = str(module.get("type", "none")).rpartition(".")[2], directory / str(module.get("path") or "")
         kinds.append(kind)
         if kind == "Pooling":
-            mode = _read_mode(directory / path / "config.json")
+            mode = _read_mode(folder / "config.json")
+        if kind == "Transformer" and folder != directory:
+            raise ArgumentError("model", f"a Transformer with the path '' in {file}", repr(module["path"]))
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]) or mode is None:
         expected = f"Transformer, Pooling and perhaps Normalize in {file}"
         raise ArgumentError("model", expected, ", ".join(kinds) or "none")
+    of_texts = directory / "sentence_bert_config.json"
+    if of_texts.is_file() and read_json(of_texts).get("do_lower_case"):
+        raise ArgumentError("model", "one whose texts stay as they are", f"do_lower_case true in {of_texts}")
     return Pooling(mode, normalizes="Normalize" in kinds)
 
 
@@ -66,13 +86,28 @@ def _score_of(directory: Path) -> Pooling:
     activation = _activation_of(directory)
     if activation not in ("Sigmoid", "Identity"):
         raise ArgumentError("model", "a reranker with the activation Sigmoid or Identity", activation)
+    fields = config_fields(directory)
+    _check_end(directory, fields.get("pad_token_id"))
     with OpenFiles() as open_files:
         tensors = open_checkpoint(directory, open_files)
         weight = tensors["score.weight"]() if "score.weight" in tensors else None
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or len(weight) != 1:
-            found = "none" if weight is None else list(weight.shape)
+        found = list(weight.shape) if isinstance(weight, Tensor) else "none"
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or found != [1, fields.get("hidden_size", found[1])]:
             raise ArgumentError("model", "a reranker with one label: score.weight [1, hidden_size]", found)
         return Pooling("lasttoken", False, weight[0].double().numpy(), activation == "Sigmoid")
+
+
+def _check_end(directory: Path, pad_token_id: int | None) -> None:
+    """Raise ArgumentError if the tokenizer ends pairs of texts with the token of padding: transformers scores the token
+    before, and we the last one."""
+    file = directory / "tokenizer.json"
+    if pad_token_id is None or not file.is_file():
+        return
+    from tokenizers import Tokenizer  # here, as no other model needs it
+
+    if Tokenizer.from_file(str(file)).encode("a", "b").ids[-1:] == [pad_token_id]:
+        expected = f"a reranker whose pairs end in another token than that of padding, in {file}"
+        raise ArgumentError("model", expected, f"pad_token_id {pad_token_id}")
 
 
 def _activation_of(directory: Path) -> str:
@@ -80,6 +115,9 @@ def _activation_of(directory: Path) -> str:
     fields, file = config_fields(directory), directory / "config_sentence_transformers.json"
     own = read_json(file) if file.is_file() else {}
     of_config = fields.get("sentence_transformers") or {}
+    if not isinstance(of_config, dict):
+        name = f"{directory / 'config.json'}: sentence_transformers"
+        raise ValueError(f"{name}: expected a JSON object, got {of_config!r:.80}")
     older = fields.get("sbert_ce_default_activation_function")
     name = own.get("activation_fn") or of_config.get("activation_fn") or older or "Sigmoid"
     return str(name).rpartition(".")[2]
@@ -96,6 +134,8 @@ def _read_modules(file: Path) -> list[dict[str, Any]]:
 
 
 def _read_mode(file: Path) -> PoolingMode:
+    if not file.is_file():
+        raise ArgumentError("model", f"pooling by {' or '.join(MODES)} in {file}", "no such file")
     fields = read_json(file)
     modes: Any = fields.get("pooling_mode")
     if modes is None:

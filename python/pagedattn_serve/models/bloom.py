@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pagedattn_ext import ops
 from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows, NativeCausalLM
-from pagedattn_serve.models.layers import InterleavedQKVLinear, attention, chunk_by_rows, of_rows
+from pagedattn_serve.models.layers import InterleavedQKVLinear, attention, check_epsilon, chunk_by_rows, of_rows
 from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 from pagedattn_serve.models.stages import Trunk
 
@@ -93,6 +93,9 @@ class BloomForCausalLM(NativeCausalLM):
     PREFIX: ClassVar = "transformer."
 
     def __init__(self, config: Any, dtype: torch.dtype, partition: Partition = SINGLE) -> None:
+        check_epsilon(config, "layer_norm_epsilon")
+        if config.slow_but_exact and config.pretraining_tp > 1:  # where transformers leaves out biases
+            raise ValueError(f"slow_but_exact: expected false with pretraining_tp {config.pretraining_tp}, got true")
         super().__init__(config, dtype, partition)
         self.max_model_len = getattr(config, "seq_length", None) or DEFAULT_MAX_MODEL_LEN
         self.transformer = BloomModel(config, partition)

@@ -54,8 +54,8 @@ class LastRows(NamedTuple):
 
 
 class ModelOutput(NamedTuple):
-    """What a step of the model gives. logits: [num_rows, vocab_size]. hidden: of the pooled rows, what the head would
-    read, [num_pooled, embedding_size]; None if there are none."""
+    """What a step of the model gives. logits: [num_rows, vocab_size]. hidden: of the pooled rows, the model's last
+    hidden states, [num_pooled, embedding_size]; None if there are none."""
 
     logits: Tensor
     hidden: Tensor | None = None
@@ -142,7 +142,7 @@ class CausalLM(nn.Module):
     cache_shapes: of the caches that the engine keeps for the model. All have a slot for each token of a sequence.
     cache_of_layer: which of the caches each layer attends to. Several layers may attend to one cache, which the first
         of them writes. None: the layer does not attend.
-    embedding_size: features of a row before that layer.
+    embedding_size: features of a row's last hidden state.
     head: the name of the last layer, to the vocabulary; empty for a model without, which gives hidden states alone.
     states: what a sequence keeps between tokens beside keys and values.
     forgets_states: whether a chunk of a prompt runs token by token, because the model would begin it without states.

@@ -11,6 +11,7 @@ from pagedattn_serve.models.layers import (
     ACTIVATIONS,
     TransposedLinear,
     attention,
+    check_epsilon,
     choose_activation,
     chunk_by_rows,
     of_rows,
@@ -94,6 +95,7 @@ class GPT2LMHeadModel(NativeCausalLM):
     )  # the causal mask, and what stood for -inf
 
     def __init__(self, config: Any, dtype: torch.dtype, partition: Partition = SINGLE) -> None:
+        check_epsilon(config, "layer_norm_epsilon")
         super().__init__(config, dtype, partition)
         self.max_model_len = config.max_position_embeddings
         self.transformer = GPT2Model(config, partition)

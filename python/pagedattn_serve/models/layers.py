@@ -1,5 +1,6 @@
 """What the models share: attention over the paged cache, norms, rotary embedding, and linear layers that load fused."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,13 @@ def choose_activation(activations: dict[str, Activation], config: Any, option: s
     if name not in activations:
         raise ValueError(f"{option}: expected one of {', '.join(activations)}, got {name!r}")
     return activations[name]
+
+
+def check_epsilon(config: Any, option: str) -> None:
+    """Raises ValueError for an option of the config that a norm cannot add to a mean of squares."""
+    epsilon = getattr(config, option)
+    if not isinstance(epsilon, int | float) or not 0 <= epsilon <= sys.float_info.max:
+        raise ValueError(f"{option}: expected a number >= 0, got {epsilon!r}")
 
 
 # Activations of an MLP that stay in the CPU's caches. More than 32 MiB, which malloc of glibc gives back to the system

@@ -2,6 +2,7 @@
 
 Mistral: sliding windows. Qwen2: bias in the query, key and value layers. Qwen3: RMS norm of each query and key head.
 A config may have fields of other families, and they count for nothing: `model_type` says which fields are read.
+In transformers, InternLM3 and IQuest-Coder are LLaMA under another `model_type`.
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pagedattn_serve.models.layers import (
     RMSNorm,
     RotaryEmbedding,
     attention,
+    check_epsilon,
     choose_activation,
     chunk_by_rows,
     of_rows,
@@ -25,6 +27,8 @@ from pagedattn_serve.models.layers import (
 from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 from pagedattn_serve.models.rope import max_position
 from pagedattn_serve.models.stages import Trunk
+
+LLAMA = ("llama", "internlm3", "iquestcoder")  # each model_type that is LLaMA
 
 
 class LlamaAttention(nn.Module):
@@ -39,7 +43,7 @@ class LlamaAttention(nn.Module):
         queries = partition.head_features(config.num_attention_heads, self.head_size)
         keys = values = kv_heads.times(self.head_size)
         parts = {"q_proj": queries, "k_proj": keys, "v_proj": values}
-        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
+        bias = config.model_type in (*LLAMA, "qwen3") and config.attention_bias
         self.qkv_proj = FusedLinear(config.hidden_size, parts, bias=bias or config.model_type == "qwen2")
         self.o_proj = SlicedLinear(queries, config.hidden_size, bias)
         has_head_norm = config.model_type == "qwen3"
@@ -67,7 +71,7 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     def __init__(self, config: Any, partition: Partition) -> None:
         super().__init__()
-        bias = config.model_type == "llama" and config.mlp_bias
+        bias = config.model_type in LLAMA and config.mlp_bias
         inner = partition.features(config.intermediate_size)
         self.gate_up_proj = FusedLinear(config.hidden_size, {"gate_proj": inner, "up_proj": inner}, bias)
         self.activation = choose_activation(GATED_ACTIVATIONS, config, "hidden_act")
@@ -134,6 +138,7 @@ class LlamaForCausalLM(NativeCausalLM):
     NOT_PARAMETERS: ClassVar = (".rotary_emb.inv_freq",)  # in old checkpoints; the config says the same
 
     def __init__(self, config: Any, dtype: torch.dtype, partition: Partition = SINGLE) -> None:
+        check_epsilon(config, "rms_norm_eps")
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         super().__init__(config, dtype, partition, config.num_key_value_heads, head_size)
         self.max_model_len = max_position(config)
@@ -147,7 +152,7 @@ class LlamaForCausalLM(NativeCausalLM):
 
 def sliding_window_of_layer(config: Any, layer_idx: int) -> int | None:
     """Tokens that the layer sees; None is all of them, as in LLaMA. `layer_types` may say which layers have windows."""
-    if config.model_type == "llama":
+    if config.model_type in LLAMA:
         return None
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[layer_idx] != "sliding_attention":

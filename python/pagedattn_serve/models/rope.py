@@ -9,6 +9,7 @@ A pair of elements turns by `position * frequency`. A scaling lowers the frequen
 """
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -69,10 +70,11 @@ POSITIVE = (
 def rope_parameters(config: Any) -> dict[str, Any]:
     """The parameters in one form, however the config writes them: "rope_type", "rope_theta", what the type needs."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope = {name: value for name, value in given.items() if value is not None}
+    # null says nothing, but "truncate": null says false.
+    rope = {name: value for name, value in given.items() if value is not None or name == "truncate"}
     rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-    if rope["rope_type"] not in ROPE_TYPES:
+    if rope["rope_type"] not in list(ROPE_TYPES):  # a list, as the type may have no hash
         raise ValueError(f"rope_type: expected one of {', '.join(ROPE_TYPES)}, got {rope['rope_type']!r}")
     if rope["rope_type"] != "default" and rope.get("partial_rotary_factor", 1) != 1:  # models without scaling ignore it
         got = f"{rope['partial_rotary_factor']} with rope_type {rope['rope_type']!r}"
@@ -84,11 +86,16 @@ def rope_parameters(config: Any) -> dict[str, Any]:
         if name not in rope:
             raise ValueError(f"{name}: expected one for rope_type {rope['rope_type']!r}, got none")
     for name in rope.keys() & POSITIVE:
-        if not isinstance(rope[name], int | float) or rope[name] <= 0:
+        if not is_positive(rope[name]):
             raise ValueError(f"{name}: expected a number > 0, got {rope[name]!r}")
     if rope["rope_type"] in ("yarn", "longrope"):
         rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
     return rope
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a number above 0 that a float can hold; JSON has NaN, infinity and larger ints, too."""
+    return isinstance(value, int | float) and 0 < value <= sys.float_info.max
 
 
 def max_position(config: Any) -> int:
@@ -171,7 +178,7 @@ def pair_factors(rope: dict[str, Any], name: str, num_pairs: int) -> Tensor:
     if not isinstance(factors, list) or len(factors) != num_pairs:
         got = f"{len(factors)}" if isinstance(factors, list) else f"{factors!r}"
         raise ValueError(f"{name}: expected a list of {num_pairs} numbers, one a pair of a head's elements, got {got}")
-    if not all(isinstance(factor, int | float) and factor > 0 for factor in factors):
+    if not all(is_positive(factor) for factor in factors):
         raise ValueError(f"{name}: expected numbers > 0, got {factors}")
     return torch.tensor(factors, dtype=torch.float32, device="cpu")
 

@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,10 @@ class TransformersCausalLM(CausalLM):
             text_config = self.config.get_text_config()
             self.model = build(config, dtype)
             self.max_model_len = max_model_len(text_config)
-            trial = run_trial(self.model, text_config)
-            head = self.model.get_output_embeddings()
-            self.head, self.embedding_size = f"model.{name_of(self.model, head)}", head.weight.shape[1]
+            with last_hidden_states(self.model) as hidden:
+                trial = run_trial(self.model, text_config)
+            self.head = f"model.{name_of(self.model, self.model.get_output_embeddings())}"
+            self.embedding_size = hidden[0].shape[-1]
         except Exception as error:  # also what a model runs into that expects a mask, or numbers
             raise self.refusal(error) from None
         self.partition = partition
@@ -176,6 +178,8 @@ class TransformersCausalLM(CausalLM):
         try:
             with joined(self.model, {} if self.slices is None else self.slices.joins_alone()), without_advice():
                 difference = self.compare()
+        except ArgumentError:
+            raise
         except Exception as error:  # whatever a model runs into that expects more than its tokens and positions
             raise self.refusal(error) from None
         if not difference < TOLERANCES[self.dtype]:
@@ -241,28 +245,18 @@ class TransformersCausalLM(CausalLM):
         metadata: AttentionMetadata,
         num_pooled: int,
     ) -> ModelOutput:
-        """The hidden states are taken where the head is about to read them."""
-        pooled: list[Tensor] = []
-
-        def take(head: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
-            [hidden] = inputs
-            of_logits, of_pooled = hidden.split_with_sizes((hidden.shape[1] - num_pooled, num_pooled), dim=1)
-            pooled.append(of_pooled[0])
-            return (of_logits,)
-
-        hook = self.get_submodule(self.head).register_forward_pre_hook(take)
-        try:
-            logits = self(token_ids, positions, kv_caches, metadata)
-        finally:
-            hook.remove()
-        return ModelOutput(logits, pooled[0])
+        of_logits, of_pooled = metadata.sampling_rows.tensor_split([len(metadata.sampling_rows) - num_pooled])
+        with last_hidden_states(self.model) as hidden:
+            logits = self(token_ids, positions, kv_caches, replace(metadata, sampling_rows=of_logits))
+        return ModelOutput(logits, hidden[0][0, of_pooled])
 
     @torch.inference_mode()
     def compare(self) -> float:
         """Relative difference of logits: two sequences that run together, in pieces, against each sequence alone.
 
         A quarter of the rows may differ by more, because rounding decides between two experts that are equally likely.
-        A rank that has slices computes with them alone, without the other ranks.
+        A rank that has slices computes with them alone, without the other ranks. Raises ArgumentError if the logits of
+        a sequence alone are no numbers.
         """
         block_size, device = 8, self.model.device
         pairs = allocate_caches(self.cache_shapes, 4, block_size, self.dtype, device)
@@ -271,6 +265,9 @@ class TransformersCausalLM(CausalLM):
         begin, end = (0, self.vocab_size) if self.slices is None else self.slices.vocabulary.ranges[0]
         sequences = [begin + (torch.arange(n, device=device) * 7 + n) % min(end - begin, 1000) for n in (11, 6)]
         expected = self.alone(sequences)
+        if not all(logits.isfinite().all() for logits in expected):
+            got = f"NaN or infinity (broken weights, or an overflow in {self.dtype})"
+            raise ArgumentError("model", "one whose logits are finite", got)
         differences = []
         computed = [0, 0]
         for counts in ([4, 5], [7, 1]):
@@ -302,6 +299,25 @@ class TransformersCausalLM(CausalLM):
         return ValueError(
             f"architecture: expected one that can run {self.runs}, got {self.architecture}: {reason_of(error)}"
         )
+
+
+@contextmanager
+def last_hidden_states(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """A list of one tensor once the model has run: what `AutoModel` gives as `last_hidden_state`, [1, num_tokens,
+    embedding_size]. Between it and the layer of the logits, some models have other layers, or scale it."""
+    found: list[Tensor] = []
+
+    def take(part: nn.Module, inputs: object, output: Any) -> None:
+        if (hidden := getattr(output, "last_hidden_state", None)) is not None:
+            found[:] = [hidden]  # the outermost part ends last
+
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model]
+    hooks = [part.register_forward_hook(take) for part in parts]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def within(outer: Join, inner: Join | None) -> Join:
@@ -387,9 +403,8 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     if "logits_to_keep" not in arguments:
         raise Refusal("its forward does not take logits_to_keep")
     # All other implementations of experts look at numbers, and a model without weights has none.
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=TRIAL, experts_implementation="batched_mm"
-    )
+    how = {"attn_implementation": TRIAL, "experts_implementation": "batched_mm", "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
     keep_latents(model, (TRIAL, PAGED))
     replace_mixers(model)
     if not mixers(model):

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MAX_LEN, VOCAB_SIZE, Checkpoint, change_config, finish_all
+from checkpoints import MAX_LEN, VOCAB_SIZE, Checkpoint, change_config, finish_all, make_model
 from embedders import make_embedder, make_reranker, reference_embeddings, reference_scores, write_modules
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagedattn_serve import LLM, EmbeddingRequestOutput, LLMEngine, PoolingParams, SamplingParams
@@ -92,6 +95,35 @@ def test_a_model_through_transformers(tmp_path: Path) -> None:
         [output.embedding for output in outputs[:4]], reference_embeddings(tmp_path, PROMPTS[:4], "mean_tokens")
     )
     assert outputs[4].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+BETWEEN: dict[str, dict[str, Any]] = {
+    "electra": dict(is_decoder=True, pad_token_id=1, embedding_size=40),
+    "minicpm3": dict(
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        dim_model_base=12,
+    ),
+    "modernbert-decoder": dict.fromkeys((f"{name}_token_id" for name in ("pad", "bos", "eos", "cls", "sep")), 0),
+}
+
+
+@pytest.mark.parametrize("model_type", BETWEEN)
+def test_hidden_states_before_what_lies_between_them_and_the_head(tmp_path: Path, model_type: str) -> None:
+    """Layers, also to rows of another size; or a scale."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=48, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4)
+    config = AutoConfig.for_model(
+        model_type, **shape, vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LEN, **BETWEEN[model_type]
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    write_modules(tmp_path, "lasttoken", ["Transformer", "Pooling"])
+    llm = LLM(str(tmp_path), **CHUNKED)
+    expect_vectors(embed(llm, PROMPTS), reference_embeddings(tmp_path, PROMPTS, normalizes=False))
+    assert len(embed(llm, PROMPTS[:1], dimensions=48)[0]) == 48
 
 
 def run_mixed(engine: LLMEngine, prompts: list[list[int]], params: list[Any], **options: Any) -> list[Any]:
@@ -224,6 +256,28 @@ def test_a_reranker_scores_pairs(tmp_path: Path, name: str, fields: dict[str, An
         llm.generate(TEXTS, use_tqdm=False)
 
 
+def test_what_is_broken_in_a_reranker(tmp_path: Path) -> None:
+    make_reranker(tmp_path, "llama-gqa")
+    tensors = load_file(tmp_path / "model.safetensors")
+    narrow = tensors | {"score.weight": tensors["score.weight"][:, :10].contiguous()}
+    save_file(narrow, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"one label: score\.weight \[1, hidden_size\], got \[1, 10\]"):
+        LLM(str(tmp_path), num_blocks=8).score("the", "cat", use_tqdm=False)
+    change_config(tmp_path, sentence_transformers="x")
+    with pytest.raises(ValueError, match=r"config\.json: sentence_transformers: expected a JSON object, got 'x'"):
+        LLM(str(tmp_path), num_blocks=8)
+
+
+def test_pairs_that_end_in_padding_are_refused(tmp_path: Path) -> None:
+    """transformers scores the token before."""
+    make_reranker(tmp_path, "llama-gqa", pad_token_id=1)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing("$A </s>", "$A $B </s>", [("</s>", 1)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"pairs end in another token than that of padding.*, got pad_token_id 1"):
+        LLM(str(tmp_path), num_blocks=8).score("the", "cat", use_tqdm=False)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -271,6 +325,48 @@ def test_other_ways_of_pooling_are_refused(tmp_path: Path, mode: str, modules: l
         write_modules(tmp_path, mode, modules)
         (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
     expect_no_embeddings(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("sentence_bert_config.json", '{"do_lower_case": true}', "one whose texts stay as they are, got do_lower_case"),
+        ("modules.json", '[{"type": "x.Transformer", "path": "0"}]', "a Transformer with the path '' in .*, got '0'"),
+        ("1_Pooling/config.json", None, "pooling by lasttoken or mean in .*1_Pooling/config.json, got no such file"),
+    ],
+)
+def test_files_that_ask_for_more(tmp_path: Path, file: str, content: str | None, message: str) -> None:
+    make_embedder(tmp_path, "llama-gqa", "lasttoken")
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(content)
+    expect_no_embeddings(tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "mode"),
+    [({}, "lasttoken"), ({"pooling_type": 3}, "lasttoken"), ({"pooling_type": 1}, "mean_tokens")],
+)
+def test_a_gguf_file_is_pooled_as_it_says(tmp_path: Path, metadata: dict[str, Any], mode: str) -> None:
+    model = make_model("qwen3")
+    write_gguf(tmp_path / "m.gguf", model, **{f"qwen3.{key}": value for key, value in metadata.items()})
+    model.save_pretrained(tmp_path)
+    expected = reference_embeddings(tmp_path, PROMPTS, mode)
+    expect_vectors(embed(LLM(str(tmp_path / "m.gguf"), **CHUNKED), PROMPTS), expected)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("pooling_type", 2, r"pooling by lasttoken \(3\) or mean \(1\) in .*m\.gguf, got qwen3\.pooling_type 2"),
+        ("pooling_type", 4, "pooling by .*, got qwen3.pooling_type 4"),
+        ("attention.causal", False, "one whose tokens see only those before them, got qwen3.attention.causal false in"),
+    ],
+)
+def test_other_gguf_files_are_refused(tmp_path: Path, key: str, value: Any, message: str) -> None:
+    write_gguf(tmp_path / "m.gguf", make_model("qwen3"), **{f"qwen3.{key}": value})
+    expect_no_embeddings(tmp_path / "m.gguf", message)
 
 
 def test_a_model_whose_tokens_see_all_others_is_refused(tmp_path: Path) -> None:

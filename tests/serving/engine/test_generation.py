@@ -162,6 +162,8 @@ def test_options_that_a_checkpoint_is_there_for_matter(
         ("opt-125m", dict(do_layer_norm_before=False)),
         ("opt-350m", dict(do_layer_norm_before=True)),
         ("bloom", dict(layer_norm_epsilon=0.1)),
+        ("bloom", dict(slow_but_exact=True)),  # which says nothing, as nothing was cut in parts
+        ("bloom", dict(pretraining_tp=2)),
         ("qwen2-sliding", dict(layer_types=["sliding_attention", "full_attention"] * 2)),
         ("qwen3", dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e6, factor=4.0))),
         ("mistral", dict(rms_norm_eps=0.1)),
@@ -187,6 +189,8 @@ def test_options(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
         ("llama-gqa", dict(rope_parameters=dict(UNSCALED, partial_rotary_factor=0.5))),
         ("llama-gqa", dict(original_max_position_embeddings=16)),
         ("llama-gqa", dict(final_logit_softcapping=1.0, attention_multiplier=0.1, use_qk_norm=True, n_inner=8)),
+        ("llama-gqa", dict(model_type="internlm3", sliding_window=5)),
+        ("llama-gqa", dict(model_type="iquestcoder", sliding_window=5)),
         ("mistral", dict(partial_rotary_factor=0.5)),
         ("mistral", dict(attention_bias=True, mlp_bias=True)),
         ("mistral", dict(use_sliding_window=False, max_window_layers=0)),
@@ -213,6 +217,28 @@ def test_fields_of_other_families_count_for_nothing(
     prompt, expected = checkpoint.prompts[3], checkpoint.expected[3]
     assert greedy_reference(model, prompt, 24, use_cache=False) == expected
     assert token_ids(run(LLMEngine(str(tmp_path)), [prompt], GREEDY)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("biases", "fields"),
+    [
+        (
+            dict(attention_bias=True, mlp_bias=True),
+            dict(model_type="internlm3", attention_bias=None, mlp_bias=None, qkv_bias=True, bias=True),
+        ),
+        (dict(attention_bias=True), dict(model_type="iquestcoder")),
+        (dict(mlp_bias=True), dict(model_type="iquestcoder")),
+    ],
+    ids=str,
+)
+def test_llama_under_another_name_has_its_biases(
+    tmp_path: Path, biases: dict[str, bool], fields: dict[str, Any]
+) -> None:
+    model = make_model("llama-gqa", **biases)
+    model.save_pretrained(tmp_path)
+    change_config(tmp_path, **fields)
+    expected = greedy_references(model, [[5, 6, 7]], 24)
+    assert token_ids(run(LLMEngine(str(tmp_path)), [[5, 6, 7]], GREEDY)) == expected
 
 
 @pytest.mark.parametrize("name", ["llama-llama3", "llama-yarn"])

@@ -215,6 +215,8 @@ def test_max_length_counts_the_prompt(llama: Checkpoint, tmp_path: Path) -> None
         ({"eos_token_id": 7}, {"eos_token_id": [0, 9]}, {0, 9}),
         ({"eos_token_id": 7}, {"eos_token_id": 0}, {0}),
         ({"eos_token_id": 7}, {"eos_token_id": None}, {7}),
+        ({"eos_token_id": 7}, {"eos_token_id": -1}, set()),  # the id of no token
+        ({"eos_token_id": [-1, 7]}, None, {7}),
         ({"eos_token_id": [7, 8]}, {"max_length": 20}, {7, 8}),
         ({}, {"eos_token_id": [1]}, {1}),
         (None, {"eos_token_id": 1}, {1}),

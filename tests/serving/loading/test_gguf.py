@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.gguf_file import GgufFile
+from pagedattn_serve.loading.gguf_model import gguf_config
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms, load_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
@@ -69,6 +70,26 @@ def test_rope_factors(tmp_path: Path) -> None:
     factors = {"rope_freqs.weight": (plain / frequencies).numpy()}
     write_gguf(tmp_path / "m.gguf", model, more=factors)
     assert tokens_of(tmp_path / "m.gguf") == greedy_references(model, PROMPTS, 8)
+
+
+def test_yarn_as_the_file_has_it(tmp_path: Path) -> None:
+    rope = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
+    model = make_model("llama-gqa", **LLAMA, rope_parameters=rope | dict(beta_fast=4.0, beta_slow=2.0))
+    betas = {"llama.rope.scaling.yarn_beta_fast": 4.0, "llama.rope.scaling.yarn_beta_slow": 2.0}
+    neutral = {"llama.rope.scaling.yarn_ext_factor": 1.0, "llama.rope.scaling.yarn_attn_factor": 1.0}
+    write_gguf(tmp_path / "m.gguf", model, **betas, **neutral)
+    scaling = gguf_config(GgufFile.open(tmp_path / "m.gguf"))["rope_parameters"]
+    assert scaling == {name: model.config.rope_parameters[name] for name in scaling} and "beta_fast" in scaling
+    without_factor = {"llama.rope.scaling.factor": None, "llama.rope.scaling.attn_factor": 2.0}
+    write_gguf(tmp_path / "2.gguf", model, **without_factor)
+    scaling = gguf_config(GgufFile.open(tmp_path / "2.gguf"))["rope_parameters"]
+    assert (scaling["factor"], scaling["attention_factor"]) == (1.0, 2.0)
+    load_model(tmp_path / "2.gguf")
+
+
+def test_a_window_of_no_tokens_is_none(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make_model("llama-gqa", **LLAMA), **{"llama.attention.sliding_window": 0})
+    assert load_model(tmp_path / "m.gguf").architecture == "LlamaForCausalLM"
 
 
 # ---- forms of layers ------------------------------------------------------------------------------------------------
@@ -253,6 +274,10 @@ def test_files_that_are_not_there(file: Path) -> None:
         ({"llama.attention.value_length": 8}, "llama.attention.value_length: expected 16, the size of a key"),
         ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count: expected 16, all of a head"),
         ({"llama.rope.scaling.type": "longrope"}, "expected none, linear or yarn in .*m.gguf, got 'longrope'"),
+        ({"llama.rope.scaling.factor": -2.0}, "llama.rope.scaling.factor: expected a number >= 0 in .*m.gguf, got -2"),
+        ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor: expected 0, or none, in .*m.gguf, got 0.5"),
+        ({"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor: expected 1, or none, in .*m.gguf, got 2"),
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier: expected 0, or none, in .*, got 0.1"),
         ({"general.alignment": 0}, "expected a general.alignment of 1 byte or more, got 0"),
     ],
 )

@@ -446,6 +446,11 @@ def test_a_head_that_is_not_the_embedding_although_the_config_ties_them(save: Sa
             dict(rope_parameters=None, rope_scaling=dict(type="proportional", factor=2.0)),
             "rope_type: .*'proportional'",
         ),
+        (
+            "bloom",
+            dict(slow_but_exact=True, pretraining_tp=2),
+            "slow_but_exact: expected false with pretraining_tp 2, got true",
+        ),
         ("llama-gqa", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
     ],
 )
@@ -472,6 +477,10 @@ def test_unsupported_options(save: Save, model: str, fields: dict[str, Any], mes
         ("llama-gqa", dict(max_position_embeddings=0), "max_position_embeddings: .*, got 0"),
         ("llama-gqa", dict(intermediate_size="big"), "intermediate_size: .*, got 'big'"),
         ("llama-gqa", dict(rms_norm_eps="small"), "model: cannot read .*config.json: .*rms_norm_eps.*"),
+        ("llama-gqa", dict(rms_norm_eps=-1.0), "rms_norm_eps: expected a number >= 0, got -1.0"),
+        ("mistral", dict(rms_norm_eps=float("nan")), "rms_norm_eps: expected a number >= 0, got nan"),
+        ("gpt2", dict(layer_norm_epsilon=float("nan")), "layer_norm_epsilon: expected a number >= 0, got nan"),
+        ("bloom", dict(layer_norm_epsilon=-1e-5), "layer_norm_epsilon: expected a number >= 0, got -1e-05"),
         ("llama-gqa", dict(dtype="float7"), "model: cannot read .*config.json: .*float7"),
         ("llama-gqa", dict(architectures="LlamaForCausalLM"), "architectures: .*, got 'LlamaForCausalLM'"),
         ("gpt2", dict(n_layer=0), "n_layer: .*, got 0"),

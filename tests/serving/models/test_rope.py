@@ -1,5 +1,6 @@
 """The tables of the rotary embedding, against the functions of transformers that its models are built with."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,12 +154,12 @@ def test_the_three_bands_of_llama3() -> None:
             "beta_slow": st.floats(0.5, 4.0),
             "mscale": st.sampled_from([0.0, 0.5, 0.707, 1.0]),
             "mscale_all_dim": st.sampled_from([0.0, 0.5, 0.707, 1.0]),
-            "truncate": st.booleans(),
+            "truncate": st.sampled_from([True, False, None]),  # null is false
         },
     ),
 )
 def test_yarn(
-    theta: float, head_size: int, factor: float, length: int, original: int, options: dict[str, float | bool]
+    theta: float, head_size: int, factor: float, length: int, original: int, options: dict[str, float | bool | None]
 ) -> None:
     config = make_config(
         "yarn",
@@ -170,6 +171,13 @@ def test_yarn(
         **options,
     )
     check(config, max(length, int(original * factor)))
+
+
+def test_yarn_whose_truncate_is_null() -> None:
+    """As false, while a scaling without the parameter truncates."""
+    tables = [cos_sin_cache(make_config("yarn", factor=4.0, **option), 20) for option in ({}, {"truncate": None})]
+    assert not torch.equal(*tables)
+    check(make_config("yarn", factor=4.0, truncate=None), 800)
 
 
 def test_yarn_without_a_factor() -> None:
@@ -249,11 +257,11 @@ def test_the_config_is_left_as_it_is() -> None:
     assert vars(config) == dict(max_position_embeddings=200, rope_theta=500.0, rope_scaling=scaling)
 
 
-@pytest.mark.parametrize("rope_type", ["proportional", "su", "mrope", "Linear", ""])
+@pytest.mark.parametrize("rope_type", ["proportional", "su", "mrope", "Linear", "", ["linear"], {"linear": 2.0}])
 @pytest.mark.parametrize("field", ["rope_parameters", "rope_scaling"])
-def test_unknown_types(rope_type: str, field: str) -> None:
+def test_unknown_types(rope_type: object, field: str) -> None:
     config = SimpleNamespace(max_position_embeddings=200, **{field: dict(rope_type=rope_type, factor=2.0)})
-    with pytest.raises(ValueError, match=f"rope_type: .*default, linear, .*, longrope, got '{rope_type}'"):
+    with pytest.raises(ValueError, match=re.escape(f"longrope, got {rope_type!r}")):
         cos_sin_cache(config, 20)
 
 
@@ -284,6 +292,9 @@ def test_parameters_that_are_missing(rope_type: str, name: str, is_there: bool) 
     [
         ("default", dict(rope_theta="10000"), "rope_theta: expected a number > 0, got '10000'"),
         ("default", dict(rope_theta=-1), "rope_theta: expected a number > 0, got -1"),
+        ("default", dict(rope_theta=float("nan")), "rope_theta: expected a number > 0, got nan"),
+        ("default", dict(rope_theta=10**400), "rope_theta: expected a number > 0, got 10000"),
+        ("linear", dict(factor=float("inf")), "factor: expected a number > 0, got inf"),
         ("linear", dict(factor="two"), "factor: expected a number > 0, got 'two'"),
         ("dynamic", dict(factor=0), "factor: expected a number > 0, got 0"),
         ("llama3", dict(low_freq_factor=[1.0]), r"low_freq_factor: expected a number > 0, got \[1.0\]"),
@@ -291,6 +302,7 @@ def test_parameters_that_are_missing(rope_type: str, name: str, is_there: bool) 
         ("longrope", dict(short_factor=[1.0] * 9), "short_factor: expected a list of 10 numbers, .*, got 9"),
         ("longrope", dict(long_factor=2.0), "long_factor: expected a list of 10 numbers, .*, got 2.0"),
         ("longrope", dict(long_factor=["x"] * 10), "long_factor: expected numbers > 0, got"),
+        ("longrope", dict(long_factor=[10**400] * 10), "long_factor: expected numbers > 0, got"),
     ],
 )
 def test_parameters_that_are_wrong(rope_type: str, parameters: dict[str, Any], message: str) -> None:

@@ -562,6 +562,12 @@ def test_a_wrong_attention_is_found_when_the_weights_are_there(save: Save, monke
         load_model(path)
 
 
+def test_logits_that_are_no_numbers(save: Save) -> None:
+    path, _ = save("cohere", logit_scale=1e39)
+    with pytest.raises(ValueError, match=r"^model: expected one whose logits are finite, got NaN or infinity"):
+        load_model(path)
+
+
 @pytest.mark.parametrize(
     ("mask", "sliding_window", "chunk"),  # None: refused
     [
