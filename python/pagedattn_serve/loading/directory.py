@@ -147,9 +147,9 @@ _LLAMA = _ALL | {
     "hidden_act": str,
     "tie_word_embeddings": False,
 }
-# What models read, by model_type. A type: the field must be there. True or False: if it is missing, this is its value.
-# None: an int or null or missing.
-FIELDS: dict[str, dict[str, type | UnionType | bool | None]] = {
+# What models read, by model_type. A type: the field must be there. True, False or a number: the value of a field that is
+# missing. None: an int or null or missing.
+FIELDS: dict[str, dict[str, type | UnionType | int | None]] = {
     "llama": _LLAMA | {"num_key_value_heads": None, "head_dim": None, "attention_bias": False, "mlp_bias": False},
     "mistral": _LLAMA | {"num_key_value_heads": int, "head_dim": None, "sliding_window": int | None},
     "qwen2": _LLAMA | {"num_key_value_heads": int, "head_dim": None, "use_sliding_window": False},
@@ -182,7 +182,7 @@ FIELDS: dict[str, dict[str, type | UnionType | bool | None]] = {
         "seq_length": None,
         "layer_norm_epsilon": float,
         "apply_residual_connection_post_layernorm": False,
-        "pretraining_tp": int,
+        "pretraining_tp": 1,
         "slow_but_exact": False,
         "tie_word_embeddings": True,
     },
@@ -217,8 +217,8 @@ def read_plain_config(fields: dict[str, Any]) -> SimpleNamespace | None:
     config = SimpleNamespace(model_type=model_type, architectures=fields.get("architectures"), dtype=dtype)
     for name, rule in FIELDS[model_type].items():
         kind: type | UnionType
-        if isinstance(rule, bool):
-            value, kind = named.get(name, rule), bool
+        if isinstance(rule, int):
+            value, kind = named.get(name, rule), type(rule)
         elif rule is None:
             value, kind = named.get(name), int | None
         else:
