@@ -147,7 +147,7 @@ _LLAMA = _ALL | {
     "hidden_act": str,
     "tie_word_embeddings": False,
 }
-# What models read, by model_type. A type: the field must be there. True, False or a number: the value of a field that is
+# What models read, by model_type. A type: the field must be there. True, False or a number: what a field has that is
 # missing. None: an int or null or missing.
 FIELDS: dict[str, dict[str, type | UnionType | int | None]] = {
     "llama": _LLAMA | {"num_key_value_heads": None, "head_dim": None, "attention_bias": False, "mlp_bias": False},
