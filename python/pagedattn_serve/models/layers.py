@@ -96,7 +96,7 @@ class RotaryEmbedding(nn.Module):
     def __init__(self, config: Any, head_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.head_size = head_size
-        self.register_buffer("cos_sin_cache", cos_sin_cache(config, head_size).to(dtype), persistent=False)
+        self.register_buffer("cos_sin_cache", cos_sin_cache(config, head_size, dtype), persistent=False)
 
     def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> None:
         """Rotates query and key in place. positions: int64 [num_tokens]."""

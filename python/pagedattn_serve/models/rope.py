@@ -16,16 +16,28 @@ import torch
 from torch import Tensor
 
 
-def cos_sin_cache(config: Any, head_size: int) -> Tensor:
-    """Cosines, then sines, of every position: fp32 [max_position, head_size], made on the CPU.
+# How many positions have their angles in memory at once, in fp32 and several times: a model may know millions.
+POSITIONS_AT_ONCE = 1 << 16
+
+
+def cos_sin_cache(config: Any, head_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Cosines, then sines, of every position: [max_position, head_size], made on the CPU in fp32, rounded to `dtype`.
 
     config: of a Hugging Face model, with `rope_parameters` or, before transformers 5, `rope_theta` and `rope_scaling`.
 
     Raises ValueError for a kind of scaling that is not in ROPE_TYPES, and for a parameter that is missing or wrong.
     """
     rope = rope_parameters(config)
-    positions = torch.arange(max_position(config), dtype=torch.float32, device="cpu")
-    length = config.max_position_embeddings
+    table = torch.empty(max_position(config), head_size, dtype=dtype, device="cpu")
+    for first in range(0, len(table), POSITIONS_AT_ONCE):
+        rows = table[first : first + POSITIONS_AT_ONCE]
+        positions = torch.arange(first, first + len(rows), dtype=torch.float32, device="cpu")
+        rows.copy_(cosines_and_sines(rope, head_size, config.max_position_embeddings, positions))
+    return table
+
+
+def cosines_and_sines(rope: dict[str, Any], head_size: int, length: int, positions: Tensor) -> Tensor:
+    """fp32 [num_positions, head_size]. length: the positions that the model has seen without scaling."""
     attention_factor = 1.0
     match rope["rope_type"]:
         case "default":
@@ -54,6 +66,8 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
     "yarn": (),
     "longrope": ("short_factor", "long_factor"),
 }
+# Kinds of scaling that divide by the logarithm of a parameter, so the parameter must not be 1.
+DIVIDES_BY_LOGARITHM = {"yarn": "rope_theta", "longrope": "original_max_position_embeddings"}
 # Parameters that must be numbers above 0, where a config has them.
 POSITIVE = (
     "rope_theta",
@@ -88,6 +102,9 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     for name in rope.keys() & POSITIVE:
         if not is_positive(rope[name]):
             raise ValueError(f"{name}: expected a number > 0, got {rope[name]!r}")
+    of_logarithm = DIVIDES_BY_LOGARITHM.get(rope["rope_type"])
+    if of_logarithm is not None and rope[of_logarithm] == 1:
+        raise ValueError(f"{of_logarithm}: expected another number than 1 for rope_type {rope['rope_type']!r}, got 1")
     if rope["rope_type"] in ("yarn", "longrope"):
         rope.setdefault("factor", config.max_position_embeddings / rope["original_max_position_embeddings"])
     return rope

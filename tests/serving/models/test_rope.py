@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from pagedattn_serve.models import rope
 from pagedattn_serve.models.rope import cos_sin_cache
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -223,6 +224,16 @@ def test_longrope(
     check_rows(actual, expected, positions * max(attention_factor, 1.0))
 
 
+@pytest.mark.parametrize("rope_type", SCALINGS)
+def test_a_table_in_parts(rope_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long table is made in parts, so that fp32 angles of millions of positions are never in memory at once."""
+    config = make_config(rope_type, **SCALINGS[rope_type])
+    whole = cos_sin_cache(config, 20)
+    monkeypatch.setattr(rope, "POSITIONS_AT_ONCE", 64)
+    assert torch.equal(cos_sin_cache(config, 20), whole)
+    assert torch.equal(cos_sin_cache(config, 20, torch.bfloat16), whole.bfloat16())
+
+
 def test_partial_rotary_factor() -> None:
     """All of a head turns: it is ignored without scaling, and an error with it, where Hugging Face's models fail."""
     check(make_config("default", partial_rotary_factor=0.5), 200)
@@ -298,6 +309,8 @@ def test_parameters_that_are_missing(rope_type: str, name: str, is_there: bool) 
         ("linear", dict(factor="two"), "factor: expected a number > 0, got 'two'"),
         ("dynamic", dict(factor=0), "factor: expected a number > 0, got 0"),
         ("llama3", dict(low_freq_factor=[1.0]), r"low_freq_factor: expected a number > 0, got \[1.0\]"),
+        ("yarn", dict(rope_theta=1.0), "rope_theta: expected another number than 1 for rope_type 'yarn', got 1"),
+        ("longrope", dict(original_max_position_embeddings=1), "original_max_position_embeddings: .* than 1 .*, got 1"),
         ("yarn", dict(original_max_position_embeddings="50"), "original_max_position_embeddings: .* '50'"),
         ("longrope", dict(short_factor=[1.0] * 9), "short_factor: expected a list of 10 numbers, .*, got 9"),
         ("longrope", dict(long_factor=2.0), "long_factor: expected a list of 10 numbers, .*, got 2.0"),
