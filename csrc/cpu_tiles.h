@@ -20,7 +20,7 @@ constexpr int TILE_ROW_BYTES = 64;
 // that are configured.
 class TileConfiguration {
  public:
-  // Tile i has num_rows[i] rows of 64 bytes.
+  // Tile i has num_rows[i] rows of row_bytes[i] bytes.
   PAGEDATTN_INLINE explicit TileConfiguration(const uint8_t (&num_rows)[NUM_TILES],
                                               const uint16_t (&row_bytes)[NUM_TILES] = {64, 64, 64, 64, 64, 64, 64,
                                                                                         64}) {

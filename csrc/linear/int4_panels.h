@@ -13,12 +13,9 @@ constexpr int PAIRS_PER_BLOCK = QUADS_PER_BLOCK / 2;
 constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
 constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
 
-// Of the scales and zeros of a group.
-PAGEDATTN_INLINE int64_t scale_bytes(const LinearInt4Params& p) {
-  return LINEAR_PANEL * (element_size(p.scale_dtype) + 1);
-}
+PAGEDATTN_INLINE int64_t scale_bytes(const LinearInt4Params& p) { return int4_scale_bytes(p.scale_dtype); }
 PAGEDATTN_INLINE int64_t bytes_per_group(const LinearInt4Params& p) {
-  return p.blocks_per_group * BYTES_PER_BLOCK + scale_bytes(p);
+  return int4_group_bytes(p.blocks_per_group * INT4_BLOCK, p.scale_dtype);
 }
 
 // Of VEC_SIZE features of a panel, from `feature` on. scales: what follows the blocks of a group.

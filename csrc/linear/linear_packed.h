@@ -8,8 +8,8 @@ namespace pagedattn {
 
 constexpr int64_t MAX_PACKED_BLOCK = 256;  // elements along in_features; a multiple of each kernel's block
 
-// On tiles, LINEAR_CHUNK_ROWS are multiplied in less time than their weights are read. More rows than these would leave
-// the second-level cache.
+// On tiles, LINEAR_CHUNK_ROWS are multiplied in less time than their weights are read. More than TILE_CHUNK_ROWS would
+// leave the second-level cache.
 constexpr int64_t TILE_CHUNK_ROWS = 256;
 
 struct LinearPackedParams : LinearParams {

@@ -140,7 +140,7 @@ void set_weight(const Door& door, LinearInt4Params& params, const Tensor& packed
   door.check(is_half || packed_scales == ScalarType::Float || packed_scales == ScalarType::BFloat16, "scale_dtype",
              "expected float32, float16 or bfloat16, got ", packed_scales);
   params.scale_dtype = is_half ? DType::FLOAT16 : DType::FLOAT32;  // bf16 scales are stored in fp32
-  const int64_t group_bytes = LINEAR_PANEL * (group_size / 2 + element_size(params.scale_dtype) + 1);
+  const int64_t group_bytes = int4_group_bytes(group_size, params.scale_dtype);
   check_sizes(door, "packed_weight", packed_weight,
               for_experts(num_experts, {num_panels_of(out_features), params.num_groups, group_bytes}));
   door.contiguous("packed_weight", packed_weight);

@@ -53,6 +53,11 @@ struct QuantizedBlock {
 // In a packed weight, a group of a panel consists of its blocks, then 16 scales in float16 or float32, then 16 zeros of
 // a byte each. A block is [4, 16, 4] bytes for 4 pairs of quads. The low bits of a byte are from the first quad of a
 // pair, the high bits from the second quad.
+constexpr int64_t int4_scale_bytes(DType scale_dtype) { return LINEAR_PANEL * (element_size(scale_dtype) + 1); }
+constexpr int64_t int4_group_bytes(int64_t group_size, DType scale_dtype) {
+  return LINEAR_PANEL * group_size / 2 + int4_scale_bytes(scale_dtype);
+}
+
 struct LinearInt4Params : LinearParams {
   const uint8_t* weight;  // [num_panels, num_groups, bytes of a group]
   int64_t num_groups;

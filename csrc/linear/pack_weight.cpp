@@ -83,7 +83,7 @@ void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& sca
   door.shape("zeros", zeros, {params.out_features, params.num_groups});
   params.zeros_stride = row_stride(door, "zeros", zeros);
   params.zeros = zeros.const_data_ptr<uint8_t>();
-  const int64_t group_bytes = LINEAR_PANEL * (group_size / 2 + element_size(params.scale_dtype) + 1);
+  const int64_t group_bytes = int4_group_bytes(group_size, params.scale_dtype);
   door.dtype("out", out, ScalarType::Byte);
   door.shape("out", out, {num_panels_of(params.out_features), params.num_groups, group_bytes});
   door.contiguous("out", out);

@@ -122,7 +122,7 @@ void pack_panel(const PackLinearWeightInt4Params& p, int64_t panel) {
   constexpr int PAIR_BYTES = LINEAR_PANEL * QUAD;
   const int64_t feature = panel * LINEAR_PANEL, num_features = smaller(p.out_features - feature, LINEAR_PANEL);
   const int64_t pairs_per_group = p.in_features / p.num_groups / (2 * QUAD);
-  const int64_t group_bytes = pairs_per_group * PAIR_BYTES + LINEAR_PANEL * (element_size(p.scale_dtype) + 1);
+  const int64_t group_bytes = int4_group_bytes(p.in_features / p.num_groups, p.scale_dtype);
   const uint8_t* codes = p.codes + feature * p.codes_stride;
   uint8_t* out = p.out + panel * p.num_groups * group_bytes;
   const int64_t num_pairs = p.in_features / (2 * QUAD);

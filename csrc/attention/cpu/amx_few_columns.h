@@ -8,7 +8,6 @@
 
 #include "attention/cpu/amx_pack.h"
 #include "attention/cpu/amx_softmax.h"
-#include "cpu_tiles.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {

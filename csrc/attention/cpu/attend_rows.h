@@ -12,22 +12,22 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-template <typename Arithmetic, int NUM_ROWS, typename T, CacheLayout LAYOUT>
+template <typename Multiply, int NUM_ROWS, typename T, CacheLayout LAYOUT>
 void attend_rows(const HeadTile<T, LAYOUT>& h, const Row* rows) {
   TileLogits logits[NUM_ROWS];
   if (!h.tile.all_visible(0, TILE_TOKENS)) __builtin_memset(logits, 0, sizeof logits);
   const TileTokens visible{h.tile.begin, h.tile.end};
-  compute_logits<typename Arithmetic::Dot, NUM_ROWS>(h, visible, rows, logits);
+  compute_logits<typename Multiply::Dot, NUM_ROWS>(h, visible, rows, logits);
   update_softmax<NUM_ROWS>(h.params, h.tile, rows, logits);
   if constexpr (LAYOUT == CacheLayout::NHD) {
-    using Values = typename Arithmetic::NhdValues;
+    using Values = typename Multiply::NhdValues;
     alignas(64) float sums[NUM_ROWS * MAX_HEAD_SIZE];
     const int64_t stride = nhd_sums_stride(h.params.head_size);
     for (TileLogits& weights : logits) Values::round_weights(weights);
     accumulate_nhd_values<Values, NUM_ROWS>(h, visible, logits, sums, stride);
     for (int r = 0; r < NUM_ROWS; ++r) add_nhd_sums<Values>(h.params.head_size, sums + r * stride, rows[r].values);
   } else {
-    using Strip = typename Arithmetic::Strip;
+    using Strip = typename Multiply::Strip;
     dispatch_strip_elements<Strip>(
         h.params.block_size, [&]<int ELEMENTS>() { accumulate_values<T, Strip, NUM_ROWS, ELEMENTS>(h, rows, logits); });
   }

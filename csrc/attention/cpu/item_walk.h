@@ -5,7 +5,6 @@
 
 #include "attention/cpu/attention_results.h"
 #include "attention/cpu/fetch_ahead.h"
-#include "attention/cpu/loaded_units.h"
 #include "attention/cpu/prefetcher.h"
 #include "attention/cpu/tile.h"
 #include "dispatch.h"

@@ -1,4 +1,4 @@
-// Dot products of keys with query rows, for row_walk.h.
+// Dot products of keys with query rows.
 //
 // A chunk is 16 bytes of the key of one token. A vector holds the same chunk of NUM_LANES tokens, with a token in each
 // 128-bit lane. In the CHUNKED layout these chunks are adjacent, in the NHD layout each is a load of its own. The

@@ -227,10 +227,10 @@ struct ManyRows {
   }
 };
 
-template <typename Arithmetic, typename T, CacheLayout LAYOUT, typename After>
+template <typename Multiply, typename T, CacheLayout LAYOUT, typename After>
 __attribute__((noinline)) void compute_many_logits(const HeadTile<T, LAYOUT>& h, const ManyRows& many,
                                                    TileLogits* logits, const After& after) {
-  using Dot = typename Arithmetic::Dot;
+  using Dot = typename Multiply::Dot;
   alignas(64) float memory[VEC_SIZE * MAX_HEAD_SIZE];
   const Columns keys{memory, h.params.head_size / Dot::RUN};
   for (int token = first_vec_token(h.tile); token < h.tile.end; token += VEC_SIZE) {
@@ -257,10 +257,10 @@ float arrange_weights_once(const HeadTile<T>& h, TileLogits& weights) {
   return scale;
 }
 
-template <typename Arithmetic, typename T, int ELEMENTS, typename After>
+template <typename Multiply, typename T, int ELEMENTS, typename After>
 __attribute__((noinline)) void accumulate_many_values(const HeadTile<T>& h, const ManyRows& many, TileLogits* weights,
                                                       const After& after) {
-  using Strip = typename Arithmetic::Strip;
+  using Strip = typename Multiply::Strip;
   [[maybe_unused]] float weight_scales[MOST_ROWS];
   if constexpr (Strip::SIZE > VEC_SIZE) {
     for (int64_t r = 0; r < many.num_rows; ++r) weight_scales[r] = arrange_weights_once<Strip, ELEMENTS>(h, weights[r]);
@@ -321,26 +321,26 @@ __attribute__((noinline)) void accumulate_many_nhd_values(const HeadTile<T, Cach
 
 // Attends to a tile with up to MOST_ROWS rows, whose queries lie `query_stride` floats apart. Calls after() after every
 // few rows of a product.
-template <typename Arithmetic, typename T, CacheLayout LAYOUT, typename After>
+template <typename Multiply, typename T, CacheLayout LAYOUT, typename After>
 void attend_many_rows(const HeadTile<T, LAYOUT>& h, const Row* rows, int64_t num_rows, int64_t query_stride,
                       const After& after) {
   TileLogits logits[MOST_ROWS];
   const ManyRows many(h.params, h.tile, rows, num_rows, query_stride);
   if (!many.all_see_all) __builtin_memset(logits, 0, num_rows * sizeof logits[0]);
-  compute_many_logits<Arithmetic>(h, many, logits, after);
+  compute_many_logits<Multiply>(h, many, logits, after);
   int64_t first = 0;
   for (; first + MAX_ROWS <= num_rows; first += MAX_ROWS) {
     update_softmax<MAX_ROWS>(h.params, h.tile, rows + first, logits + first);
   }
   for (; first < num_rows; ++first) update_softmax<1>(h.params, h.tile, rows + first, logits + first);
   if constexpr (LAYOUT == CacheLayout::NHD) {
-    using Values = typename Arithmetic::NhdValues;
+    using Values = typename Multiply::NhdValues;
     for (int64_t r = 0; r < num_rows; ++r) Values::round_weights(logits[r]);
     accumulate_many_nhd_values<Values>(h, many, logits, after);
   } else {
-    using Strip = typename Arithmetic::Strip;
+    using Strip = typename Multiply::Strip;
     dispatch_strip_elements<Strip>(h.params.block_size, [&]<int ELEMENTS>() {
-      if constexpr (ELEMENTS <= NUM_LANES) accumulate_many_values<Arithmetic, T, ELEMENTS>(h, many, logits, after);
+      if constexpr (ELEMENTS <= NUM_LANES) accumulate_many_values<Multiply, T, ELEMENTS>(h, many, logits, after);
     });
   }
 }

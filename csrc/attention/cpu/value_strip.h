@@ -1,4 +1,4 @@
-// Weighted sums of values, for row_walk.h.
+// Weighted sums of values.
 //
 // A row of the value cache holds one element of the consecutive tokens of a block. A strip is what is loaded at once:
 // SIZE values of one element, or of several elements where a block has fewer tokens. The values of a strip are
