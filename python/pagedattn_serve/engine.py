@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial, wraps
+from inspect import currentframe
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
 from pagedattn_serve.distributed.executor import Executor
@@ -51,13 +53,19 @@ T = TypeVar("T")
 
 def interruptible(method: Callable[Concatenate["LLMEngine", P], T]) -> Callable[Concatenate["LLMEngine", P], T]:
     """For the methods that change requests, queues or blocks. An interrupt, which is any exception that is no
-    `Exception`, may leave these half changed: then the engine begins anew, without requests."""
+    `Exception`, may leave these half changed: then the engine begins anew, without requests. Raises RuntimeError for a
+    call from within a call, such as one by a callable of logits_processors."""
 
     @wraps(method)
     def call(engine: "LLMEngine", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        engine._refuse_nested_call()
         engine._settle()
         try:
-            return method(engine, *args, **kwargs)
+            engine._frame_of_call = currentframe()
+            try:
+                return method(engine, *args, **kwargs)
+            finally:
+                engine._frame_of_call = None
         except Exception:
             raise
         except BaseException as interrupt:
@@ -180,6 +188,7 @@ class LLMEngine:
         self._requests = UnfinishedRequests(scheduler)
         self._batch: ScheduledBatch | None = None  # scheduled but not finished: the next step runs the batch
         self._is_broken = False  # requests, queues or blocks are half changed
+        self._frame_of_call: FrameType | None = None  # of an interruptible method; or, after an interrupt, an old one
         self._num_prompt_tokens = 0
         self._num_steps = 0
         self._step_seconds = 0.0
@@ -316,6 +325,7 @@ class LLMEngine:
         All other requests wait and are computed anew, because the cache may hold anything. If the step raised before
         there was a batch, no request is to blame and none ends.
         """
+        self._refuse_nested_call()
         batch, self._is_broken = self._batch, True  # until all is in order again
         request_ids = set()
         if batch is not None:
@@ -419,6 +429,15 @@ class LLMEngine:
             host_owners=tuple(host_owners),
             requests=tuple(map(_state, groups)),
         )
+
+    def _refuse_nested_call(self) -> None:
+        frame = None if self._frame_of_call is None else currentframe()
+        while frame is not None:
+            if frame is self._frame_of_call:
+                raise RuntimeError(
+                    "LLMEngine: expected a call after the end of the last one, got one from within a call"
+                )
+            frame = frame.f_back
 
     def _settle(self) -> None:
         """Begin anew after a call that was interrupted. If an interrupt comes here, the next call begins anew."""

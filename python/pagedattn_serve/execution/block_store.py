@@ -56,13 +56,15 @@ WAIT_SECONDS = 60.0  # for the disk, when the engine has nothing else to do
 class BlockFiles:
     """The files of one fingerprint, and the bound for those of all. A thread writes; any thread may read.
 
-    keys: of the blocks that are there, as far as is known. A block may be gone when it is read.
+    keys: of the blocks that are there, as far as is known, and of those that wait to be written. A block may be gone
+        when it is read.
 
     Raises ArgumentError for a bound below the size of a file, ArgumentOSError for a directory that cannot be written.
     """
 
     def __init__(self, path: Path, fingerprint: str, block_bytes: int, max_bytes: int) -> None:
         self.keys: set[bytes] = set()
+        self._waiting: set[bytes] = set()  # keys of blocks that are to be written
         self.num_read = self.num_written = 0
         self._max_bytes = max_bytes
         self._path, self._directory = path, path / fingerprint
@@ -79,6 +81,11 @@ class BlockFiles:
         prefix_cache_directory(self._directory)
         self._remove_old()
         self.scan()
+
+    def expect(self, key: bytes) -> None:
+        """Count the block as there: `write` will be called for it."""
+        self._waiting.add(key)
+        self.keys.add(key)
 
     def read(self, key: bytes, block: Bytes) -> bool:
         """Read what was written under the key into `block`, [block_bytes]. False if it is not there, or is not what was
@@ -98,7 +105,8 @@ class BlockFiles:
             if seal != self._seal(key, block):
                 raise ValueError("its seal does not fit")
         except FileNotFoundError:
-            self.keys.discard(key)
+            if key not in self._waiting:
+                self.keys.discard(key)
             return False
         except (OSError, ValueError) as error:
             logger.warning("prefix_cache_dir: %s is ignored: %s", file, error)
@@ -122,6 +130,7 @@ class BlockFiles:
                 opened.write(self._seal(key, block))
             os.replace(unfinished, self._file(key))
         except OSError as error:
+            self._waiting.discard(key)
             self.keys.discard(key)
             if unfinished is not None:
                 with suppress(OSError):
@@ -133,6 +142,7 @@ class BlockFiles:
         self._has_warned = False
         self._bad.discard(key)
         self.keys.add(key)
+        self._waiting.discard(key)
         self.num_written += 1
         self._num_bytes += self._file_bytes
         if self._num_bytes > self._max_bytes:
@@ -142,7 +152,7 @@ class BlockFiles:
         """Look what is there."""
         found = {bytes.fromhex(entry.name.partition(".")[0]) for entry in _entries(self._directory, FILE)}
         self.keys |= found - self._bad
-        self.keys &= found
+        self.keys -= self.keys.copy() - found - self._waiting
         self._num_bytes = sum(num_bytes for _, num_bytes, _ in self._all_files())
 
     def _make_room(self) -> None:
@@ -216,7 +226,7 @@ class BlockStore:
 
     def put(self, key: bytes, block: Bytes) -> None:
         """Let a block be written."""
-        self.keys.add(key)
+        self.files.expect(key)
         self._queue.put((key, block))
 
     def wait(self) -> bool:

@@ -57,6 +57,8 @@ def _call_processors(logits: Tensor, row: SamplingState) -> ArgumentError | None
             if result.shape != logits.shape:
                 return ArgumentError("logits_processors", expected, f"shape {list(result.shape)}")
             logits.copy_(result)
+            if logits.isnan().any():
+                return ArgumentError("logits_processors", "callables that return numbers", "NaN")
         except Exception as error:  # a user's callable may raise anything
             return ArgumentError("logits_processors", expected, f"{type(error).__name__}: {error}")
     return None

@@ -76,7 +76,7 @@ class Sampler:
             if row.num_candidates:
                 searching.append(i)
                 continue
-            if params.changes_logits or row.token_rules.bad_words:
+            if _changes(row):
                 changed.append(i)
             if row.matcher is not None:
                 structured.append(i)
@@ -148,6 +148,11 @@ class Sampler:
         temperatures = _to_device([max(p.temperature, _SMALLEST) for p in params], torch.float32, logits.device)
         # Relative to the largest logit, which becomes 0 and stays 0 however small the temperature is.
         relative = logits - logits.amax(dim=-1, keepdim=True)
+        if processed := [i for i, each in enumerate(params) if each.logits_processors]:
+            # A logit of infinity leaves only the tokens that have it. Here they are NaN.
+            indices = _to_device(processed, torch.int64, logits.device)
+            known = relative.index_select(0, indices).nan_to_num_(nan=0.0, neginf=-math.inf)
+            relative.index_copy_(0, indices, known)
         probabilities = restrict(relative.div_(temperatures[:, None]), params).softmax(dim=-1)
         # argmax(p / e) with e ~ Exp(1) draws a token with probability p (the exponential race).
         return _argmax(probabilities.div_(self._exponential_noise(rows, logits)))
@@ -262,9 +267,14 @@ def _find_candidates(logprobs: Tensor, rows: list[SamplingState], searching: lis
                     output.top_logprobs[i] = entries
 
 
+def _changes(row: SamplingState) -> bool:
+    """Whether anything changes the logits of the row before the temperature."""
+    return row.sampling_params.changes_logits or bool(row.token_rules.bad_words)
+
+
 def _changed(rows: list[SamplingState]) -> list[int]:
-    """The rows whose logits anything changes before the temperature."""
-    return [i for i, row in enumerate(rows) if row.sampling_params.changes_logits or row.token_rules.bad_words]
+    """The rows whose logits change."""
+    return [i for i, row in enumerate(rows) if _changes(row)]
 
 
 def _rank(logprobs: Tensor, token_ids: Tensor, num_top: int) -> Tensor:

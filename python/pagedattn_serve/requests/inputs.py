@@ -30,8 +30,7 @@ Prompt = Any
 class RequestArgs(NamedTuple):
     """What a caller says of a request: a prompt, or its token ids, and what is to be done with the prompt.
 
-    prompt: a text; token ids in a list, tuple, array or tensor; {"prompt": text} or {"prompt_token_ids": ids}; or
-        one dict with both: the model runs the ids, and the output shows the text.
+    prompt: in one of the forms of `Prompt`.
     sampling_params: default `LLMEngine.get_default_sampling_params()`. `PoolingParams` ask for the embedding of the
         prompt, and for no output.
     arrival_time: a time of `time.monotonic()`; default now. The metrics use it, the order of service does not.

@@ -447,10 +447,11 @@ class BlockManager:
             finds_none = len(sequences) > 1 and (self.states.num_slots > 0 or self.gives_back)
             found.append(self.prefixes.find([] if finds_none else hashes))
             num_found = len(found[-1][0])
-            num_shared = sum(block_hash in shared for block_hash in hashes[num_found:])
+            num_shared = sum(block_hash in shared for block_hash in hashes[num_found:]) if shared else 0
             nums_of_blocks = self._nums_of_blocks(sequence, len(sequences) == 1, num_found * self.block_size)
             num_new += sum(nums_of_blocks) - (num_found + num_shared) * len(self.windows)
-            shared.update(hashes)
+            if len(sequences) > 1:
+                shared.update(hashes)
         return num_new, found
 
     def _has_room(self, sequences: list[Sequence], num_new: int, found: list[Tables], keep_watermark: bool) -> bool:

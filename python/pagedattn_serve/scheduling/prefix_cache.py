@@ -58,8 +58,17 @@ class PrefixCache:
         blocks that the next token sees, and there is a checkpoint of the state. find_key: the block of a key, if not
         the allocator's."""
         find_key = find_key or self._allocator.find
-        tables = [[find_key(block_hash + mark) for block_hash in hashes] for mark in self.marks]
+        tables: list[list[int | None]] = []
         end, previous = len(hashes), -1
+        for mark, window in zip(self.marks, self._windows, strict=True):
+            table: list[int | None] = []
+            for block_hash in hashes[:end]:
+                block = find_key(block_hash + mark)
+                if block is None and window is None:  # nobody can go on behind this block
+                    break
+                table.append(block)
+            tables.append(table)
+            end = len(table)
         while end != previous:
             previous = end
             while end and not self._states.has_checkpoint(hashes[end - 1]):

@@ -1,9 +1,9 @@
 """How many tokens of a long prompt run in a step, by the time that steps take.
 
-No fixed number of tokens suits all cases. A step shall take no more than three times as long as the decodes alone. Then
-it has room for 20 tokens of a prompt on one CPU, and for hundreds on a GPU. There is room for fewer tokens if weights
-are quantized, for more if more sequences decode, and for a tenth once 20,000 tokens are in the cache, because each
-token attends to all of them. So the time of steps is measured, and the number follows from it.
+No fixed number of tokens suits all cases. A step shall take 2.25 times as long as the decodes alone (AIM). Then it has
+room for 20 tokens of a prompt on one CPU, and for hundreds on a GPU. There is room for fewer tokens if weights are
+quantized, for more if more sequences decode, and for a tenth once 20,000 tokens are in the cache, because each token
+attends to all of them. So the time of steps is measured, and the number follows from it.
 
 The clock then decides in which step a token is computed. It does not change what is computed, where rows do not depend
 on their batch. One scheduler decides; schedulers that are to agree must be told the same seconds.
@@ -28,7 +28,7 @@ MIN_LONE_TOKENS = 256
 class PromptPace:
     """How large the chunks of long prompts are. Call an `observe...` method after each step.
 
-    beside: tokens for a step in which other sequences run.
+    beside: tokens for a step in which other sequences run; `next_chunk` says when there are more.
     alone: tokens for a step in which no other sequence runs; no limit until such a step was measured.
     """
 
@@ -40,6 +40,19 @@ class PromptPace:
         self._was_too_long = False
         self.beside = min(FIRST_NUM_TOKENS, max_num_tokens)
         self.alone = max_num_tokens
+        self._num_passing_tokens = 0  # of other prompts, since a long prompt last ran as if alone
+
+    def next_chunk(self) -> int:
+        """Tokens for the next chunk beside other sequences. When other prompts have run as many tokens as a step holds,
+        one chunk is as large as if it were alone."""
+        if self._num_passing_tokens < self._max_num_tokens:
+            return self.beside
+        self._num_passing_tokens = 0
+        return self.alone
+
+    def observe_passing(self, num_tokens: int) -> None:
+        """Note tokens of other prompts in a step with a long prompt."""
+        self._num_passing_tokens += num_tokens
 
     def is_due_to_measure(self) -> bool:
         """Whether decodes are to run without the long prompt this time. Asked once for each step with both."""

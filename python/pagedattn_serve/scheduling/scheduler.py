@@ -7,7 +7,7 @@ dropped and computed again later. Prompts run in chunks that fill what the decod
 
 A long prompt, one that does not fit in a step, would stall everybody: the decodes, as its chunks make long steps, and
 newcomers, as it takes the whole budget step after step. So it gets a share (`PromptPace`): beside other sequences few
-tokens, with which the step takes at most about 2.5 times as long; alone, all tokens that a second has room for. Other
+tokens, with which the step takes 2.25 to 2.75 times as long; alone, all tokens that a second has room for. Other
 sequences get the rest of the budget. These are the bounds:
 - the long prompt gets a token at least in 15 of 16 steps, unless sequences before it need the whole budget;
 - when prompts after it have run as many tokens as a step holds, it gets one chunk as if it were alone;
@@ -27,7 +27,7 @@ All groups stand in one order: of their arrival, or with the policy "priority" o
 None of this holds back a prompt that fits in a step: all of it runs at once, as far as there is budget.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
@@ -99,6 +99,7 @@ class Scheduler:
         table_array = table_array or TableArray(scheduler_config, cache_config)
         self.block_manager = BlockManager(cache_config, table_array, scheduler_config.max_num_batched_tokens)
         self.waiting: list[SequenceGroup] = []
+        self._short_waiting: list[SequenceGroup] = []  # those of them that are not long, in order, too
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
         self.num_recomputes = 0
@@ -110,7 +111,6 @@ class Scheduler:
         has_drafts = scheduler_config.speculation == "ngram" and not num_states
         self._proposer = PromptLookup() if has_drafts else None
         self._pace = PromptPace(scheduler_config.max_num_batched_tokens)
-        self._num_passing_tokens = 0  # of prompts beside a long prompt, since the long prompt last ran as if alone
         self._num_arrived = 0
         self._unfinished: dict[str, SequenceGroup] = {}  # by request id: all queues
 
@@ -143,7 +143,7 @@ class Scheduler:
         group.order = (self._num_arrived + group.priority * PLACES_PER_PRIORITY, self._num_arrived)
         self._num_arrived += 1
         self._unfinished[group.request_id] = group
-        insort(self.waiting, group, key=_order)
+        self._enter_queue(group, SequenceStatus.WAITING)
 
     def schedule(self) -> ScheduledBatch:
         """Choose what runs next. Preempts, swaps in and admits as needed. The batch is empty only if nothing is
@@ -219,7 +219,7 @@ class Scheduler:
             self.block_manager.free(sequence)
         if not group.sequences:
             del self._unfinished[group.request_id]
-            self._queue_of(sequence.status).remove(group)
+            self._leave_queue(group, sequence.status)
         sequence.status = status
 
     def abort(self, request_id: str) -> SequenceGroup | None:
@@ -241,10 +241,10 @@ class Scheduler:
         if self._proposer is not None:
             self._proposer.clear()
         self._pace = PromptPace(self.config.max_num_batched_tokens)
-        self._num_passing_tokens = 0
         self.running.clear()
         self.swapped.clear()
         self.waiting = sorted(groups, key=_order)
+        self._short_waiting = [group for group in self.waiting if not self._is_long(group)]
         self._unfinished = {group.request_id: group for group in groups}
 
     def pin_prefix(self, token_ids: list[int]) -> int:
@@ -254,7 +254,7 @@ class Scheduler:
         max_num_states = manager.states.num_slots - self.config.max_num_seqs
         return manager.prefixes.pin(token_ids, manager.num_blocks - self._num_held_at_end, max_num_states)
 
-    # ---- the parts of a step ----------------------------------------------------------------------------------------
+    # ---- the parts of a step: `SteadyScheduler` of pagedattn_simulate overrides some of them ------------------------
 
     def _place(self, batch: ScheduledBatch) -> None:
         self.block_manager.place(batch)
@@ -366,9 +366,9 @@ class Scheduler:
         if not self.waiting or not self._is_long(self.waiting[0]):
             return self.waiting[0] if self.waiting else None
         long = next((group for group in self.running if group.in_prefill and self._is_long(group)), None)
-        if long is None:
+        if long is None or self.waiting[0].order < long.order:
             return self.waiting[0]
-        return next((group for group in self.waiting if group.order < long.order or not self._is_long(group)), None)
+        return self._short_waiting[0] if self._short_waiting else None
 
     def _is_long(self, group: SequenceGroup) -> bool:
         return sum(sequence.num_tokens for sequence in group.sequences) > self.config.max_num_batched_tokens
@@ -379,12 +379,8 @@ class Scheduler:
         long.groups.append(group)
         if long.num_kept:
             return budget
-        max_num_tokens = self.config.max_num_batched_tokens
-        long.num_tokens = self._pace.beside
-        if self._num_passing_tokens >= max_num_tokens:
-            long.num_tokens = self._pace.alone
-            self._num_passing_tokens = 0
-        share = max(min(long.num_tokens, max_num_tokens // 2), 1)
+        long.num_tokens = self._pace.next_chunk()
+        share = max(min(long.num_tokens, self.config.max_num_batched_tokens // 2), 1)
         long.num_kept = sum(self._chunks(group, min(share, budget)))
         long.num_tokens = max(long.num_tokens, long.num_kept)
         return budget - long.num_kept
@@ -395,7 +391,7 @@ class Scheduler:
             return
         long.groups.sort(key=_order)
         num_others = batch.num_tokens
-        self._num_passing_tokens += num_others - batch.num_decodes
+        self._pace.observe_passing(num_others - batch.num_decodes)
         num_tokens = long.num_tokens if num_others else self._pace.alone
         budget = min(num_tokens, self.config.max_num_batched_tokens - num_others)
         for group in long.groups:
@@ -553,10 +549,22 @@ class Scheduler:
         batch.preempted.append(group)
 
     def _move(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        self._queue_of(group.sequences[0].status).remove(group)
+        self._leave_queue(group, group.sequences[0].status)
         for sequence in group.sequences:
             sequence.status = status
+        self._enter_queue(group, status)
+
+    def _enter_queue(self, group: SequenceGroup, status: SequenceStatus) -> None:
         insort(self._queue_of(status), group, key=_order)
+        if status is SequenceStatus.WAITING and not self._is_long(group):
+            insort(self._short_waiting, group, key=_order)
+
+    def _leave_queue(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        self._queue_of(status).remove(group)
+        if status is SequenceStatus.WAITING:
+            place = bisect_left(self._short_waiting, group.order, key=_order)
+            if self._short_waiting[place : place + 1] == [group]:
+                del self._short_waiting[place]
 
     def _queue_of(self, status: SequenceStatus) -> list[SequenceGroup]:
         if status is SequenceStatus.RUNNING:

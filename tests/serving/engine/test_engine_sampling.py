@@ -5,18 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
-    SMALL,
-    SPEECH,
-    VOCAB_SIZE,
-    Checkpoint,
-    greedy_reference,
-    run,
-    speak,
-    speech_ids,
-    token_ids,
-    words,
-)
+from checkpoints import SMALL, SPEECH, VOCAB_SIZE, Checkpoint, greedy_reference
+from engine_runs import run, speak, speech_ids, token_ids, words
 from torch import Tensor
 
 from pagedattn_serve.engine import LLMEngine
@@ -80,6 +70,24 @@ def test_logits_processors_see_the_request_s_tokens(llama: Checkpoint) -> None:
     assert seen == [(prompt, list(range(count)), torch.float32, (VOCAB_SIZE,)) for count in range(3)]
 
 
+@pytest.mark.parametrize("call", ["abort_request", "step", "fail_batch", "register_prefix"])
+def test_calls_from_within_a_step(call: str, llama: Checkpoint) -> None:
+    """They are refused: all requests would begin anew, and the step would not find its own."""
+    arguments = {"abort_request": ["0"], "step": [], "fail_batch": ["x"], "register_prefix": [[1, 2]]}[call]
+
+    def meddle(output_token_ids: list[int], logits: Tensor) -> Tensor:
+        if len(output_token_ids) == 2:
+            getattr(engine, call)(*arguments)
+        return logits
+
+    engine = LLMEngine(llama.path, enable_prefix_caching=True)
+    params = [SamplingParams(temperature=0, max_tokens=5, logits_processors=each) for each in (None, [meddle])]
+    good, failed = run(engine, llama.prompts[:2], params)
+    assert good.outputs[0].token_ids == llama.expected[0][:5]
+    assert failed.error is not None and "got one from within a call" in failed.error
+    assert not engine.has_unfinished_requests() and engine.stats().num_used_blocks == 0
+
+
 def test_what_goes_wrong_with_parameters_ends_one_request(llama: Checkpoint) -> None:
     def fail(output_token_ids: list[int], logits: Tensor) -> Tensor:
         if len(output_token_ids) == 2:
@@ -101,7 +109,7 @@ def test_what_goes_wrong_with_parameters_ends_one_request(llama: Checkpoint) -> 
     assert [each.outputs[0].finish_reason for each in (failed, masked)] == ["error", "error"]
 
 
-def test_wrong_parameters_for_this_model(llama: Checkpoint, engine: LLMEngine) -> None:
+def test_wrong_parameters_for_this_model(llama: Checkpoint) -> None:
     without_tokenizer = LLMEngine(llama.path)
     for name, value in [("logit_bias", {VOCAB_SIZE: 1.0}), ("allowed_token_ids", [VOCAB_SIZE])]:
         with pytest.raises(ValueError, match=rf"^{name}: expected an int in \[0, {VOCAB_SIZE - 1}\], got {VOCAB_SIZE}"):

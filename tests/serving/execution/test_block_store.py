@@ -120,6 +120,19 @@ def test_two_engines_share_a_directory(tmp_path: Path, caplog: pytest.LogCapture
     assert caplog.records == []  # a file that has gone is nothing to worry about
 
 
+def test_what_waits_to_be_written_counts_as_there(tmp_path: Path) -> None:
+    """Or a block that waits while the thread looks at the disk would be asked for, and written, once more."""
+    files = files_in(tmp_path)
+    files.expect(KEY)
+    files.scan()
+    assert read(files, KEY) is None and files.keys == {KEY}
+    files.write(KEY, block(0))
+    assert same(read(files, KEY), block(0))
+    file_of(tmp_path).unlink()
+    files.scan()
+    assert files.keys == set()
+
+
 def test_what_was_not_used_for_longest_goes(tmp_path: Path, written: bytes) -> None:
     """Of the files of all models, and never anything else."""
     file_bytes = len(written)
@@ -150,7 +163,7 @@ def test_what_was_not_used_for_longest_goes(tmp_path: Path, written: bytes) -> N
 def test_a_disk_that_takes_no_more(tmp_path: Path, written: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """One warning, and the engine goes on; nothing half written is left."""
     files = files_in(tmp_path)
-    files.keys.add(KEY)  # as `BlockStore.put` does
+    files.expect(KEY)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(written) - 1, limits[1]))
     try:

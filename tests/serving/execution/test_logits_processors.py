@@ -223,6 +223,7 @@ def test_callables_of_both_forms() -> None:
         (lambda ids, logits: None, "NoneType"),
         (lambda ids, logits: logits[:3], "shape [3]"),
         (lambda ids, logits: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda ids, logits: logits.index_fill(0, torch.tensor([3]), torch.nan), "NaN"),
     ],
 )
 def test_a_callable_that_fails_is_that_row_s_affair(processor: Any, got: str) -> None:
@@ -231,5 +232,6 @@ def test_a_callable_that_fails_is_that_row_s_affair(processor: Any, got: str) ->
     logits = torch.zeros(3, VOCAB_SIZE)
     errors = process_logits(logits, [good, bad, good], [0, 1, 2])
     assert list(errors) == [1]
-    assert str(errors[1]) == f"logits_processors: expected callables that return logits of shape [20], got {got}"
+    expected = "numbers" if got == "NaN" else "logits of shape [20]"
+    assert str(errors[1]) == f"logits_processors: expected callables that return {expected}, got {got}"
     assert logits[0::2, 0].tolist() == [1.0, 1.0]

@@ -590,7 +590,7 @@ def test_masks_that_leave_no_token() -> None:
         SamplingParams(allowed_token_ids=[2], min_tokens=1, temperature=0),
         SamplingParams(allowed_token_ids=[2], temperature=0),
         SamplingParams(allowed_token_ids=[2], temperature=0),
-        SamplingParams(temperature=0, logits_processors=[lambda output_token_ids, logits: logits * math.nan]),
+        SamplingParams(logits_processors=[lambda output_token_ids, logits: logits - math.inf]),
     ]
     output = Sampler(0).sample(logits, [row_of(param, token_rules=TokenRules(end_token_ids=(2,))) for param in params])
     assert [math.isnan(logprob) for logprob in output.logprobs] == [True, True, False, True, True]
@@ -598,6 +598,21 @@ def test_masks_that_leave_no_token() -> None:
     causes = ["masks", "masks", "logits_processors or masks"]
     expected = [f"sampling_params: expected a token to choose, got {each} that leave none" for each in causes]
     assert list(map(str, output.errors.values())) == expected
+
+
+@pytest.mark.parametrize("more", [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+@pytest.mark.parametrize("others", [0.0, -math.inf])
+def test_logits_of_infinity_leave_no_other_token(more: dict[str, Any], others: float) -> None:
+    """Arithmetic with infinity would make the row NaN, and its token the first one."""
+
+    def force(output_token_ids: list[int], logits: Tensor) -> Tensor:
+        logits += others
+        logits[[2, 3]] = math.inf
+        return logits
+
+    rows = [row_of(SamplingParams(seed=seed, logits_processors=[force], **more)) for seed in range(64)]
+    output = Sampler(0).sample(LOGITS.repeat(64, 1), rows)
+    assert set(output.token_ids) == ({2} if "temperature" in more else {2, 3}) and output.errors == {}
 
 
 def test_a_callable_that_fails_ends_one_row() -> None:

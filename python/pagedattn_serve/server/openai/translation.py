@@ -50,7 +50,9 @@ def renamed_errors(names: Mapping[str, str], messages: list[str]) -> Iterator[No
     try:
         yield
     except ApiError as error:
-        text = _MESSAGE.sub(lambda match: messages[int(match[1])], str(error))
+        text = str(error)
+        if match := _MESSAGE.match(text):  # what follows may be the client's own words
+            text = messages[int(match[1])] + text[match.end() :]
         param = error.param and names.get(error.param, error.param)
         if error.param and param and text.startswith(f"{error.param}:"):
             text = param + text.removeprefix(error.param)

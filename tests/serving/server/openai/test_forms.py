@@ -97,7 +97,10 @@ def test_any_object(demo: Any) -> None:
         ({"response_format": {"type": "json_object", "triggers": ["<"]}}, "response_format"),
         ({"response_format": {"type": "json_object", "format": {"type": "any_text"}}}, "response_format"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "json_schema"}}}, "response_format"),
         ({"guided_choice": ["a"], "use_beam_search": True, "n": 2}, "use_beam_search"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": ""}, "guided_whitespace_pattern"),
+        ({"guided_whitespace_pattern": "["}, "guided_whitespace_pattern"),
     ],
     ids=str,
 )

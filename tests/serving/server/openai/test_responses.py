@@ -357,6 +357,11 @@ def form_of(**fields: Any) -> dict[str, Any]:
         ({"input": "a", "stream_options": {}}, "stream_options", "stream_options: "),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "web_search"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "tool_choice: "),
+        (
+            {"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "messages[99]"}},
+            "tool_choice",
+            "messages[99]",
+        ),
         ({"input": "a", "max_output_tokens": 10**6}, "input", "maximum context length"),
         (nested(type={}, role="user", content="a"), "input", "input[1].type: "),
         (nested(type="computer_call"), "input", "input[1].type: "),
