@@ -210,6 +210,16 @@ OF_DENSE: list[Wrong] = [
     ({"cache_batch_idx": indices(4, 0)}, "cache_batch_idx: expected blocks of 0 to 3, got 4 at sequence 0"),
     ({"cache_batch_idx": indices(-1, 0)}, "cache_batch_idx: expected blocks of 0 to 3, got -1 at sequence 0"),
     ({"cache_batch_idx": indices(0)}, "cache_batch_idx: expected 2 elements, got 1$"),
+    (
+        {"cache_batch_idx": indices(1, 0), "cache_seqlens": 9, "k": None, "v": None},
+        r"cache_seqlens: expected 0 to 8 \(the slots of a row of cache_batch_idx\), got 9",
+    ),
+    (
+        {"cache_seqlens": 9, "k": None, "v": None},
+        r"cache_seqlens: expected 0 to 8 \(the slots of a row of k_cache\), got 9",
+    ),
+    ({"cache_seqlens": "x"}, "cache_seqlens: expected an int, got str$"),
+    ({"cache_seqlens": 2**70}, "cache_seqlens: expected an int of 64 bits, got 1180591620717411303424$"),
     ({"q": torch.ones(5, 1, HEADS, HEAD_SIZE), "cache_seqlens": 1}, "k_cache: expected 5 sequences or more, got 4$"),
     (
         {"cache_batch_idx": indices(4, 0), "cache_leftpad": indices(1, 0)},

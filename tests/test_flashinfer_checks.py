@@ -71,6 +71,28 @@ def paged_prefill(batch: Batch, *, is_graph: bool) -> tuple[Any, list[Tensor]]:
     return wrapper, buffers
 
 
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"num_qo_heads": "a"}, "num_qo_heads: expected an int, got str"),
+        ({"num_kv_heads": 2.0}, "num_kv_heads: expected an int, got float"),
+        ({"head_dim_qk": None}, "head_dim_qk: expected an int, got NoneType"),
+        ({"head_dim_vo": "a"}, "head_dim_vo: expected an int, got str"),
+    ],
+)
+def test_sizes_that_are_no_ints(bad: dict[str, Any], message: str) -> None:
+    batch, wrapper = Batch([4]), flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+    with pytest.raises(TypeError, match=rf"KVCacheWrapper\.plan: {message}$"):
+        wrapper.plan(qo_indptr=starts([1]), **batch.prefill_plan | bad)
+
+
+def test_sizes_of_decode_that_are_no_ints() -> None:
+    batch, wrapper = Batch([4]), flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    for name in ("head_dim", "q_len_per_req"):
+        with pytest.raises(TypeError, match=rf"KVCacheWrapper\.plan: {name}: expected an int, got str$"):
+            wrapper.plan(**batch.plan | {name: "2"})
+
+
 @pytest.mark.parametrize("is_graph", [False, True])
 @pytest.mark.parametrize("bad", [{"rope_scale": "8"}, {"window_left": 1.5}, {}], ids=str)
 def test_a_refused_plan_changes_nothing(bad: dict[str, Any], is_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +225,11 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
         "k: expected a head size of 4 to 512, ",
     ),
     (flashinfer.apply_rope_with_cos_sin_cache, (INDEX, None, K, 16, ROWS), {}, "query: expected a torch.Tensor"),
+    (flashinfer.apply_rope_with_cos_sin_cache, (INDEX, Q[0, 0, 0], K, 16, ROWS), {}, "query: expected 2 or 3 dimens"),
     (flashinfer.apply_rope, (Q[0, 0, 0], K, ENDS, INDEX), {}, "q: expected 3 dimensions, got 0"),
+    (flashinfer.single_prefill_with_kv_cache, (Q, K, K), {"o_dtype": "x"}, "o_dtype: expected a dtype of torch, or it"),
+    (flashinfer.single_prefill_with_kv_cache, (Q, K, K), {"o_dtype": 5}, "o_dtype: expected a dtype of torch, or its"),
+    (flashinfer.single_prefill_with_kv_cache, (Q, K, K), {"sm_scale": 2**70}, "sm_scale: expected an int of 64 bits"),
     (flashinfer.merge_state, (Q, None, Q, ROWS), {}, "s_a: expected a torch.Tensor, got NoneType"),
     (flashinfer.merge_state_in_place, (Q, ROWS, Q, ROWS, [True]), {}, "mask: expected a torch.Tensor, got list"),
     (

@@ -124,6 +124,26 @@ def test_rope_of_positions_within_and_beyond_what_is_kept() -> None:
             assert_same_bits(result, wanted)
 
 
+def test_scales_in_tensors_that_change() -> None:
+    """What is kept for numbers would be that of the numbers before."""
+    q, k = qk()
+    scale, theta = torch.tensor([2.0]), torch.tensor([100.0])
+
+    def results(rope_scale: Any, rope_theta: Any) -> tuple[Tensor, ...]:
+        options = {"rope_scale": rope_scale, "rope_theta": rope_theta}
+        rotated = flashinfer.apply_rope_pos_ids(q, k, POSITIONS, **options)
+        one = flashinfer.single_prefill_with_kv_cache(
+            q.repeat(1, 2, 1), k, k, pos_encoding_mode="ROPE_LLAMA", **options
+        )
+        return *rotated, one
+
+    for numbers in ((2.0, 100.0), (3.0, 500.0)):
+        scale.fill_(numbers[0])
+        theta.fill_(numbers[1])
+        for result, wanted in zip(results(scale, theta), results(*numbers), strict=True):
+            torch.testing.assert_close(result, wanted)
+
+
 @pytest.mark.parametrize("flat", [True, False])
 def test_rope_of_a_cache(flat: bool) -> None:
     """Not in place: query and key stay, and the results have their shapes."""

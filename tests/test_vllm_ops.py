@@ -255,6 +255,8 @@ def test_swaps_of_bytes() -> None:
         ((PAIRS, 12), "block_mapping: expected a tensor, a dict or a list of pairs, got 12"),
         ((12,), "block_mapping: expected a tensor, a dict or a list of pairs, got 12"),
         ((), "block_mapping: expected a tensor, a dict or a list of pairs, got none"),
+        (("x",), "block_mapping: expected a tensor, a dict or a list of pairs, got 'x'"),
+        (({0: None},), "block_mapping: expected a tensor, a dict or a list of pairs, got {0: None}"),
         ((PAIRS, PAIRS), "block_size_in_bytes: expected an int, got Tensor"),
         ((7, PAIRS), "src: expected contiguous memory of whole blocks of block_size_in_bytes 7, got 96 bytes"),
         ((-12, PAIRS), "src: expected contiguous memory of whole blocks of block_size_in_bytes -12, got 96 bytes"),
@@ -288,6 +290,11 @@ def test_convert_fp8(kv_dtype: str, as_bytes: bool) -> None:
     back = torch.empty(3, 3, dtype=torch.bfloat16)
     vllm_ops.convert_fp8(back, stored, 0.5, kv_dtype)
     assert_close_to_reference(back, stored.view(fp8).double() * 0.5)
+    for other in (torch.int8, torch.bool, torch.int32):
+        with pytest.raises(TypeError, match=f"^convert_fp8: input: expected fp8, uint8 .*, got {other}$"):
+            vllm_ops.convert_fp8(back, stored.to(torch.float32).to(other), 0.5, kv_dtype)
+        with pytest.raises(TypeError, match=f"^convert_fp8: output: expected a float dtype .*, got {other}$"):
+            vllm_ops.convert_fp8(torch.empty(3, 3, dtype=other), stored, 0.5, kv_dtype)
 
 
 def test_merge_attn_states() -> None:

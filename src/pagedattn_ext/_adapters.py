@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from . import ops
 from ._index_checks import check_indices, check_starts, num_seqs_of
 from .ops import _call
+from .ops._call import to_int
 
 T = TypeVar("T")
 
@@ -53,12 +54,15 @@ def refuse_gradients(function: Callable[..., Any], **tensors: Tensor | None) -> 
 
 def kept(make: Callable[..., T]) -> Callable[..., T]:
     """Decorates a function that makes tensors of numbers, and of a device, its last argument. What it has made for the
-    same arguments is kept, and must not be written to. It is made anew where something records how it is made."""
+    same arguments is kept, and must not be written to. It is made anew where something records how it is made, and of
+    numbers in tensors, which may hold other numbers at the next call."""
     make_or_find = lru_cache(maxsize=32, typed=True)(make)  # typed: True is not the 1 that was checked before
 
     @wraps(make)
     def get(*args: Any) -> T:
-        return make(*args) if is_recorded(args[-1]) else make_or_find(*args)
+        if is_recorded(args[-1]) or any(isinstance(arg, Tensor) for arg in args):
+            return make(*args)
+        return make_or_find(*args)
 
     return get
 
@@ -136,6 +140,8 @@ def check_scales(function: Callable[..., Any], **scales: float | Tensor) -> None
                 raise ValueError(f"{function.__qualname__}: {name}: expected one element, got shape {got}")
         elif not isinstance(scale, Real):
             raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}")
+        elif isinstance(scale, int):
+            to_int(function.__qualname__, name, scale)
 
 
 def packed_heads(tensor: Tensor) -> Tensor:

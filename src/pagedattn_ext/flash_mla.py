@@ -12,6 +12,7 @@ plan. Refused, with a ValueError that names the argument: fp8 caches, and sparse
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,12 +90,8 @@ def flash_mla_with_kvcache(
     refuse_gradients(function, q=q, k_cache=k_cache)
     batch, seqlen_q, num_heads, head_size = q.shape
     num_kv_heads = k_cache.shape[2]
-    if k_cache.shape[3] != head_size or num_kv_heads == 0 or num_heads % num_kv_heads:
-        expected = f"heads of {head_size} numbers, as q has, whose number divides the {num_heads} of q"
-        raise ValueError(f"{function.__name__}: k_cache: expected {expected}, got shape {list(k_cache.shape)}")
-    head_dim_v = to_int(function.__name__, "head_dim_v", head_dim_v)
-    if not 1 <= head_dim_v <= head_size:
-        raise ValueError(f"{function.__name__}: head_dim_v: expected 1 to {head_size}, got {head_dim_v}")
+    _check_heads(function, q, k_cache=k_cache)
+    head_dim_v = _width_of_values(function, head_size, head_dim_v=head_dim_v)
     check_indices(function, "cache_seqlens", cache_seqlens, batch)
     starts = None if seqlen_q == 1 else starts_of_equal(batch, seqlen_q, q.device)
     heads = zip(q.flatten(0, 1).chunk(num_kv_heads, 1), k_cache.unbind(2), strict=True)
@@ -107,7 +104,7 @@ def flash_mla_with_kvcache(
         )
         for rows, latents in heads
     ]  # fmt: skip
-    out, lse = parts[0] if num_kv_heads == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    out, lse = _joined(parts)
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     return out.view(batch, seqlen_q, num_heads, head_dim_v), lse.view(batch, seqlen_q, num_heads).transpose(1, 2)
 
@@ -146,16 +143,12 @@ def flash_mla_sparse_fwd(
     refuse_gradients(function, q=q, kv=kv)
     num_rows, num_heads, head_size = q.shape
     num_tokens, num_kv_heads, _ = kv.shape
-    if kv.shape[2] != head_size or num_kv_heads == 0 or num_heads % num_kv_heads:
-        expected = f"heads of {head_size} numbers, as q has, whose number divides the {num_heads} of q"
-        raise ValueError(f"{function.__name__}: kv: expected {expected}, got shape {list(kv.shape)}")
+    _check_heads(function, q, kv=kv)
     check_rank(function.__name__, "indices", indices, 3)
     check_indices(function, "indices", indices.flatten())
     topk = indices.shape[2]
     check_shape(function, "indices", indices, (num_rows, num_kv_heads, topk))
-    d_v = to_int(function.__name__, "d_v", d_v)
-    if not 1 <= d_v <= head_size:
-        raise ValueError(f"{function.__name__}: d_v: expected 1 to {head_size}, got {d_v}")
+    d_v = _width_of_values(function, head_size, d_v=d_v)
     check_shape(function, "attn_sink", attn_sink, (num_heads,))
     is_seen = (indices >= 0) & (indices < num_tokens)
     if topk_length is not None:
@@ -175,8 +168,7 @@ def flash_mla_sparse_fwd(
                     scale=scale,
                 )
             )  # fmt: skip
-        out, lse = parts[0] if num_kv_heads == 1 else (torch.cat(part, 1) for part in zip(*parts, strict=True))
-        return out, lse
+        return _joined(parts)
 
     out, lse = attend(sm_scale)
     # With logits so far apart, all weight is on the greatest one.
@@ -185,3 +177,29 @@ def flash_mla_sparse_fwd(
         shares = torch.sigmoid(lse - attn_sink).masked_fill(lse == -math.inf, 0)
         out = (out * shares[..., None]).to(q.dtype)
     return out, max_logits, lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def _check_heads(function: Callable[..., Any], q: Tensor, **latents: Tensor) -> None:
+    """latents: [..., num_kv_heads, head_size], under the function's name."""
+    [(name, tensor)] = latents.items()
+    num_heads, head_size = q.shape[-2:]
+    num_kv_heads = tensor.shape[-2]
+    if tensor.shape[-1] != head_size or num_kv_heads == 0 or num_heads % num_kv_heads:
+        expected = f"heads of {head_size} numbers, as q has, whose number divides the {num_heads} of q"
+        raise ValueError(f"{function.__name__}: {name}: expected {expected}, got shape {list(tensor.shape)}")
+
+
+def _width_of_values(function: Callable[..., Any], head_size: int, **width: int) -> int:
+    [(name, given)] = width.items()
+    number = to_int(function.__name__, name, given)
+    if not 1 <= number <= head_size:
+        raise ValueError(f"{function.__name__}: {name}: expected 1 to {head_size}, got {number}")
+    return number
+
+
+def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """(out, lse) of all heads, from those of the heads of each KV head."""
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = (torch.cat(part, 1) for part in zip(*parts, strict=True))
+    return out, lse

@@ -72,6 +72,7 @@ __all__ = [
 
 Scale = float | Tensor | None
 # {source: target} or {source: [target, ...]}, pairs, or int64 [num_pairs, 2]
+FP8_OR_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 BlockMapping = Mapping[int, int | Sequence[int]] | Sequence[tuple[int, int]] | Tensor
 
 
@@ -306,7 +307,7 @@ def gather_cached_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache:
 
 def copy_blocks(key_caches: list[Tensor], value_caches: list[Tensor], block_mapping: BlockMapping) -> None:
     """`ops.copy_blocks`; block_mapping may be {source: [target, ...]}."""
-    ops.copy_blocks(key_caches, value_caches, _pairs(block_mapping))
+    ops.copy_blocks(key_caches, value_caches, _pairs("copy_blocks", block_mapping))
 
 
 def swap_blocks(
@@ -325,14 +326,12 @@ def swap_blocks(
     """
     if block_mapping is None:
         block_size_in_bytes, block_mapping = None, block_size_in_bytes
-    if not isinstance(block_mapping, (Tensor, Mapping, Sequence)):
-        got = "none" if block_mapping is None else repr(block_mapping)
-        raise TypeError(f"swap_blocks: block_mapping: expected a tensor, a dict or a list of pairs, got {got}")
+    pairs = _pairs("swap_blocks", block_mapping)
     if block_size_in_bytes is not None:
         size = to_int("swap_blocks", "block_size_in_bytes", block_size_in_bytes)
         check_tensors("swap_blocks", src=src, dst=dst)
         src, dst = (_in_blocks(name, tensor, size) for name, tensor in (("src", src), ("dst", dst)))
-    ops.swap_blocks(src, dst, _pairs(block_mapping))
+    ops.swap_blocks(src, dst, pairs)
 
 
 def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str = "fp8") -> None:
@@ -353,9 +352,13 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     def as_fp8(tensor: Tensor) -> Tensor:
         return tensor.view(fp8_of[kv_dtype]) if tensor.dtype == torch.uint8 else tensor
 
-    if input.dtype.itemsize == 1:
+    if input.dtype in FP8_OR_BYTES:
+        if not output.is_floating_point():
+            raise TypeError(f"convert_fp8: output: expected a float dtype for {input.dtype} input, got {output.dtype}")
         output.copy_(as_fp8(input).float() * scale)
-    elif output.dtype.itemsize == 1:
+    elif not input.is_floating_point():
+        raise TypeError(f"convert_fp8: input: expected fp8, uint8 or another float dtype, got {input.dtype}")
+    elif output.dtype in FP8_OR_BYTES:
         output = as_fp8(output)
         largest = torch.finfo(output.dtype).max
         output.copy_((input.float() / scale).clamp(-largest, largest))
@@ -494,14 +497,18 @@ def _inverse(positions: Tensor, cos_sin_cache: Tensor) -> tuple[Tensor, Tensor]:
     return torch.arange(len(rows), device=positions.device).view_as(positions), rows
 
 
-def _pairs(block_mapping: BlockMapping) -> Tensor:
+def _pairs(op: str, block_mapping: BlockMapping | None) -> Tensor:
     """int64 [num_pairs, 2], (source, target)."""
     if isinstance(block_mapping, Tensor):
         return block_mapping
     pairs: list[tuple[int, int]] = []
-    if isinstance(block_mapping, Mapping):
-        for source, targets in block_mapping.items():
-            pairs += [(source, target) for target in ([targets] if isinstance(targets, int) else targets)]
-    else:
-        pairs += block_mapping
-    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    try:
+        if isinstance(block_mapping, Mapping):
+            for source, targets in block_mapping.items():
+                pairs += [(source, target) for target in ([targets] if isinstance(targets, int) else targets)]
+        else:
+            pairs += block_mapping  # type: ignore[arg-type]
+        return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    except (TypeError, ValueError, RuntimeError):
+        got = "none" if block_mapping is None else repr(block_mapping)
+        raise TypeError(f"{op}: block_mapping: expected a tensor, a dict or a list of pairs, got {got}") from None

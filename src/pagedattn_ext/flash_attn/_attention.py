@@ -306,6 +306,7 @@ def flash_attn_with_kvcache(
             if num_seqs > k_cache.shape[0]:
                 expected, got = f"expected {num_seqs} sequences or more", k_cache.shape[0]
                 raise ValueError(f"{function.__name__}: k_cache: {expected}, got {got}")
+            names = OF_CACHES | {"block_tables": "k_cache"}
             block_table, _ = _sequences_as_pages(num_seqs, k_cache.shape[1], q.device)
         else:
             check_indices(function, "cache_batch_idx", cache_batch_idx, num_seqs)
@@ -313,6 +314,7 @@ def flash_attn_with_kvcache(
     if cache_seqlens is None:
         cache_seqlens = block_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, Tensor):
+        cache_seqlens = to_int(function.__name__, "cache_seqlens", cache_seqlens)
         cache_seqlens = torch.full((num_seqs,), cache_seqlens, device=q.device)
     check_indices(function, "cache_seqlens", cache_seqlens, num_seqs)
     sinks, names = sinks_of(function, q, names, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)

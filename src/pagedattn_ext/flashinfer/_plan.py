@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -59,6 +60,12 @@ class Plan:
         check_scales(
             self.function, **given({"sm_scale": self.sm_scale, "logits_soft_cap": self.logits_soft_cap}), **rope
         )
+        sizes = {"num_qo_heads": self.query_shape[0], "head_dim": self.query_shape[1]}
+        sizes |= {"num_kv_heads": self.key_shape[-2], "head_dim_vo": self.value_shape[-1]}
+        for size, value in sizes.items():
+            if type(value) is not int:
+                has_other_name = size == "head_dim" and size not in signature(self.function).parameters
+                to_int(name, "head_dim_qk" if has_other_name else size, value)
         check_bool(name, "causal", self.causal)
         if self.window_left is not None:
             to_int(name, "window_left", self.window_left)
@@ -75,9 +82,7 @@ class Plan:
             raise refusal(self.function, "logits_soft_cap", "None with 'ALIBI'", self.logits_soft_cap)
         if mode == "ALIBI" and self.has_mask:
             raise refusal(self.function, "pos_encoding_mode", "'NONE' or 'ROPE_LLAMA' with a mask", repr(mode))
-
-        if isinstance(self.o_data_type, str) and not isinstance(getattr(torch, self.o_data_type, None), torch.dtype):
-            raise refusal(self.function, "o_data_type", "a dtype of torch, or its name", repr(self.o_data_type))
+        check_dtype(self.function, "o_data_type", self.o_data_type)
 
         scale = max(head_dim, 1) ** -0.5 if self.sm_scale is None else self.sm_scale
         options = {"scale": scale, "causal": self.causal, "softcap": self.logits_soft_cap or 0.0}
@@ -121,6 +126,12 @@ def check_planned(
         if tensor.shape[1:] != shape:
             planned = ", ".join(map(str, ("*", *shape)))
             raise refusal(function, name, f"shape [{planned}], as planned", list(tensor.shape))
+
+
+def check_dtype(function: Callable[..., Any], name: str, dtype: Dtype | None) -> None:
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype is not None and not isinstance(named, torch.dtype):
+        raise refusal(function, name, "a dtype of torch, or its name", repr(dtype))
 
 
 def in_dtype(out: Tensor, o_data_type: Dtype | None) -> Tensor:

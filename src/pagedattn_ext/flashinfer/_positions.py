@@ -3,14 +3,13 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_scales, sequences_of_rows
+from .._adapters import call_as, check_scales, kept, sequences_of_rows
 
 POS_ENCODING_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
@@ -42,12 +41,11 @@ class Rotation:
         of_key, key = sequences_of_rows(key_starts, sizes[1])
         rows, keys = row + first.clamp(min=0)[of_row], key + (-first).clamp(min=0)[of_key]
         longest = max(sizes) if len(num_rows) <= 1 else int(torch.maximum(num_rows, num_keys).max())
-        rope = head_dim, rope_scale or 1.0, rope_theta or 1e4, rows.device
-        if torch.compiler.is_compiling():  # it cannot keep a table
-            cos_sin = cosines_and_sines.__wrapped__(longest, *rope)
-        else:
-            cos_sin = cosines_and_sines(2 ** max(longest - 1, 0).bit_length(), *rope)
-        return cls(rows, keys, cos_sin)
+        if not torch.compiler.is_compiling():  # of one size for many batches, so that it is kept
+            longest = 2 ** max(longest - 1, 0).bit_length()
+        rope_scale = 1.0 if rope_scale is None else rope_scale
+        rope_theta = 1e4 if rope_theta is None else rope_theta
+        return cls(rows, keys, cosines_and_sines(longest, head_dim, rope_scale, rope_theta, rows.device))
 
     def to(self, device: torch.device) -> "Rotation":
         return Rotation(self.rows.to(device), self.keys.to(device), self.cos_sin.to(device))
@@ -66,7 +64,7 @@ def check_positive(function: Callable[..., Any], **numbers: float) -> None:
             raise ValueError(f"{function.__qualname__}: {name}: expected a positive number, got {number}")
 
 
-@lru_cache(maxsize=2)
+@kept
 def cosines_and_sines(
     num_positions: int, head_dim: int, rope_scale: float, rope_theta: float, device: torch.device
 ) -> Tensor:

@@ -86,11 +86,12 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             rope_scale, rope_theta: positions are divided by rope_scale, default 1; theta is 10000 by default.
             q_len_per_req: rows of each sequence in `run`, the last of its tokens.
         """
+        q_len_per_req = to_int(type(self).plan.__qualname__, "q_len_per_req", q_len_per_req)
         is_causal = None if is_causal == (q_len_per_req > 1) else is_causal  # FlashInfer takes nothing else either
         expect_defaults(type(self).plan, window_right=window_right)
         if is_causal is not None:
             raise refusal(type(self).plan, "is_causal", "None, or whether q_len_per_req is more than 1", is_causal)
-        if to_int(type(self).plan.__qualname__, "q_len_per_req", q_len_per_req) < 1:
+        if q_len_per_req < 1:
             raise refusal(type(self).plan, "q_len_per_req", "1 or more", q_len_per_req)
         plan = self._new_plan(
             function=type(self).plan,

@@ -11,7 +11,7 @@ from torch import Tensor
 from .._adapters import expect_defaults
 from .._index_checks import check_starts
 from ._mask import mask_of
-from ._plan import NAMES, Dtype, Plan, Scale, in_dtype, results_of
+from ._plan import NAMES, Dtype, Plan, Scale, check_dtype, in_dtype, results_of
 from ._ragged import RaggedBatch, attend_ragged
 from ._single import attend_one
 from ._trtllm import trtllm_batch_context_with_kv_cache as trtllm_batch_context_with_kv_cache
@@ -395,6 +395,7 @@ def single_prefill_with_kv_cache(
         scale_v=scale_v,
         kv_cache_sf=kv_cache_sf,
     )
+    check_dtype(single_prefill_with_kv_cache, "o_dtype", o_dtype)
     out, lse = attend_one(
         single_prefill_with_kv_cache,
         q,

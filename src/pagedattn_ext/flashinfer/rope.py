@@ -344,6 +344,8 @@ def _rotate_by_cache(
     is_neox: bool,
 ) -> None:
     check_tensors(function.__qualname__, positions=positions, query=query, key=key, cos_sin_cache=cos_sin_cache)
+    if query.dim() == 0:
+        raise ValueError(f"{function.__qualname__}: query: expected 2 or 3 dimensions, got 0")
     check_indices(function, "positions", positions, query.shape[0])
     if cos_sin_cache.dtype != query.dtype:
         cos_sin_cache = cos_sin_cache.float()

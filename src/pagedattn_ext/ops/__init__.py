@@ -27,7 +27,8 @@ scales are fp32 and lie in the value cache, which is [num_blocks, num_kv_heads, 
 head's elements 4 rows with the keys' scales of the block's tokens, then 4 rows with the values'.
 
 Arithmetic is fp32, rounded once on store. No op has a derivative: where gradients are recorded, a tensor that requires
-grad raises RuntimeError. A tensor that carries a tangent of forward mode always does. (The raw ops let both pass.)
+grad raises RuntimeError. `pack_linear_weight` alone takes such a tensor, and records nothing. A tensor that carries a
+tangent of forward mode always raises. (The raw ops let both pass.)
 
 Linear layers and collectives run on the CPU only.
 

@@ -100,8 +100,12 @@ def call_on_cpu(name: str, *args: Any) -> Any:
         return call(name, *args)
     except NotImplementedError:
         arguments = sorted(_arguments(overloads[name], args, {}), key=lambda item: item[0].is_write)
-        argument, device = next((item[0].name, t.device) for item in arguments for t in item[1] if not t.is_cpu)
-        raise ValueError(f"{name}: {argument}: expected a tensor on cpu, got one on {device}") from None
+        for argument, tensors in arguments:
+            for tensor in tensors:
+                if not tensor.is_cpu:
+                    message = f"{name}: {argument.name}: expected a tensor on cpu, got one on {tensor.device}"
+                    raise ValueError(message) from None
+        raise
 
 
 def _arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, list[Tensor]]]:
@@ -122,9 +126,9 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def _name_other_device_or_layout(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises ValueError if the tensors are on several devices, or if one is not strided. The first input says which
-    device is expected. Outputs, which a wrapper may have allocated, are compared after the inputs; tensors that may be
-    on the CPU come last."""
+    """Raises ValueError if the tensors are on several devices, or if one is not strided, and TypeError if one is
+    quantized. The first input says which device is expected. Outputs, which a wrapper may have allocated, are compared
+    after the inputs; tensors that may be on the CPU come last."""
 
     def rank(item: tuple[Any, Tensor]) -> tuple[bool, bool]:
         return item[0].name in MAYBE_ON_CPU, item[0].is_write
@@ -135,6 +139,11 @@ def _name_other_device_or_layout(name: str, args: tuple[Any, ...], kwargs: dict[
     tensors.sort(key=rank)
     for argument, tensor in tensors:
         check_tensors(name, **{argument.name: tensor})
+        if tensor.is_nested:
+            raise ValueError(f"{name}: {argument.name}: expected a strided tensor, got a nested one") from None
+        if tensor.is_quantized:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"{name}: {argument.name}: expected plain numbers, got quantized ones ({dtype})") from None
         expected = tensors[0][1].device
         if tensor.device != expected and not (argument.name in MAYBE_ON_CPU and tensor.is_cpu):
             message = f"{name}: {argument.name}: expected a tensor on {expected}, got one on {tensor.device}"
@@ -189,6 +198,8 @@ def check_tensors(op: str, **tensors: object) -> None:
 
 
 def check_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:
+    if not isinstance(tensor, Tensor):
+        check_tensors(op, **{name: tensor})
     if tensor.dim() != rank:
         raise ValueError(f"{op}: {name}: expected {rank} dimensions, got {tensor.dim()} (shape {list(tensor.shape)})")
 
@@ -229,6 +240,8 @@ def _check_int_dtype(op: str, name: str, value: Tensor) -> None:
 def to_int(op: str, name: str, value: Any) -> int:
     """For functions that compute with an argument. Takes what torch would take as an int, but no bool."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(f"{op}: {name}: expected an int of 64 bits, got {value}")
         return value  # type: ignore[return-value]
     if isinstance(value, Tensor):
         _check_int_dtype(op, name, value)
