@@ -12,7 +12,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from pagedattn_serve.async_engine.core import EngineDeadError, EngineFacts, News, ReplicaDeadError
-from pagedattn_serve.async_engine.process_core import ProcessCore, numbers_of
+from pagedattn_serve.async_engine.news_wire import numbers_of
+from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.async_engine.router import Router
 from pagedattn_serve.config import MAX_REPLICAS, check_int
 from pagedattn_serve.distributed.processes import cpus_of_rank, numa_nodes

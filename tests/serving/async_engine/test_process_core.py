@@ -5,7 +5,6 @@ Most tests use one process, in an event loop that lasts as long as the module.
 
 import asyncio
 import dataclasses
-import multiprocessing
 import os
 import pickle
 import select
@@ -25,7 +24,7 @@ from typing import Any, TypeVar
 
 import pytest
 from async_runs import TIMEOUT, census, expect_none_grown, greedy, play, read
-from checkpoints import run
+from engine_runs import run
 from server_process import WAIT_SECONDS, children_of, in_pieces, is_running, wait_for
 from slow_engine import slow_steps
 from test_async_engine import PARAMS, PROMPTS, REFUSALS
@@ -43,10 +42,9 @@ from pagedattn_serve import (
     SamplingParams,
 )
 from pagedattn_serve.async_engine import process_core
-from pagedattn_serve.async_engine.core import News
-from pagedattn_serve.async_engine.process_core import Frames, NewsPacker, NewsUnpacker, ProcessCore, framed
+from pagedattn_serve.async_engine.news_wire import Frames
+from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.errors import portable
-from pagedattn_serve.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics
 
 T = TypeVar("T")
 HELPERS = str(Path(__file__).parents[1] / "helpers")
@@ -206,41 +204,6 @@ def test_what_cannot_go_to_another_process_is_refused_by_name(shared: Shared) ->
     shared.play(main())
 
 
-def test_news_arrive_as_they_were() -> None:
-    """Of requests side by side: all that the first output says, deltas, the error of a request that had outputs, and of
-    one that had none. Nothing of a request is kept after its last output."""
-
-    def output(token: int, reason: str | None, times: RequestMetrics, **fields: Any) -> RequestOutput:
-        completion = CompletionOutput(0, f"{token}", [token], -1.0, [{token: Logprob(-1.0, 1, "x")}], reason)
-        return RequestOutput("a", "the", [5], [completion], reason is not None, times, **fields)
-
-    waits, begun, ended = RequestMetrics(1.0), RequestMetrics(1.0, 2.0), RequestMetrics(1.0, 2.0, 3.0)
-    refusal = ArgumentError("logits_processors", "logits", "a text")
-    outputs = [
-        (3, output(1, None, begun, prompt_logprobs=[None, {5: Logprob(-2.0, 1, "y")}])),
-        (4, output(2, None, begun)),
-        (3, output(3, None, begun)),
-        (5, output(4, "error", ended, error="MemoryError: none")),
-        (4, output(5, "error", ended, error=str(refusal), argument_error=refusal)),
-        (3, output(6, "length", ended)),
-        (6, output(7, None, waits)),  # without a token yet
-        (6, output(8, "error", ended, error="ValueError: no text")),
-        (7, output(9, "stop", ended, embedding=[0.5, -1.0])),
-    ]
-    stats = EngineStats(**dict.fromkeys(EngineStats.__slots__, 0))
-    packer, unpacker = NewsPacker(), NewsUnpacker(stats)
-    for i, (key, expected) in enumerate(outputs):
-        news = News(dataclasses.replace(stats, num_steps=i), i, [i], [(9, refusal)], [(key, expected)], [(8, i, None)])
-        told = unpacker.unpack(pickle.loads(pickle.dumps(packer.pack(news))))
-        [(told_key, found)] = told.outputs
-        assert (told_key, found, found.metrics) == (key, expected, expected.metrics)
-        assert str(found.argument_error) == str(expected.argument_error)
-        assert type(found.argument_error) is type(expected.argument_error)
-        assert (told.stats.num_steps, told.num_waiting, told.queued, told.results) == (i, i, [i], [(8, i, None)])
-        assert [(key, str(error)) for key, error in told.refused] == [(9, str(refusal))]
-    assert packer._metrics == {} and unpacker._last == {}
-
-
 def fail_at_the_third(token_ids: list[int], logits: Any) -> Any:
     if len(token_ids) == 2:
         raise ValueError("planted")
@@ -381,16 +344,7 @@ def test_one_message_for_all_that_is_said_in_a_turn(shared: Shared, monkeypatch:
     assert len(written) == 1 and len(Frames().feed(written[0])) == 8
 
 
-# ---- messages -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 7, 1000])
-def test_messages_come_in_pieces_of_any_size(size: int) -> None:
-    messages = [("a", 1), ("b", "x" * 300), ()]
-    data = b"".join(map(framed, messages))
-    frames = Frames()
-    found = [each for begin in range(0, len(data), size) for each in frames.feed(data[begin : begin + size])]
-    assert found == messages
+# ---- errors ---------------------------------------------------------------------------------------------------------
 
 
 class OfAPackage(OSError):
@@ -664,46 +618,3 @@ def test_a_process_of_another_thread_outlives_that_thread(text_model: str) -> No
             assert (await read(serving, "the", greedy(2))).finished
 
     play(main())
-
-
-class SlowParent:
-    """What an `Outbox` sends to, which reads once it may."""
-
-    def __init__(self) -> None:
-        self.may_read = threading.Event()
-        self.received: list[Any] = []
-
-    def send(self, *message: Any) -> None:
-        self.may_read.wait()
-        self.received.append(message)
-
-
-def test_a_core_waits_for_a_parent_that_does_not_read() -> None:
-    """Else what is unsent would take more and more memory. Nothing is lost, and all comes in its order."""
-    parent: Any = SlowParent()
-    outbox = process_core.Outbox(parent)
-    expected = [("end", str(i)) for i in range(process_core.MAX_UNSENT + 2)]  # one of them is being sent
-    for _, error in expected[:-1]:
-        outbox.put_end(error)
-    engine = threading.Thread(target=outbox.put_end, args=(expected[-1][1],))
-    engine.start()
-    engine.join(0.1)
-    assert engine.is_alive()
-    parent.may_read.set()
-    engine.join()
-    wait_for(lambda: parent.received == expected)
-
-
-def test_a_core_that_cannot_send_ends() -> None:
-    """With a bug in what packs the news, its callers would wait forever."""
-
-    def run_core() -> None:
-        parent: Any = SlowParent()
-        outbox = process_core.Outbox(parent)
-        outbox.put_news(None)  # type: ignore[arg-type]
-        time.sleep(TIMEOUT)
-
-    core = multiprocessing.get_context("fork").Process(target=run_core)
-    core.start()
-    core.join(TIMEOUT)
-    assert core.exitcode == 1

@@ -15,9 +15,11 @@ from typing_extensions import TypedDict  # which pydantic wants before Python 3.
 
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import JSONResponse, encode_json
+from pagedattn_serve.server.http.event_stream import EventStream, SendEvents, while_connected
 from pagedattn_serve.server.openai.fields import ChatCompletionRequest, CompletionRequest, StreamOptions
+from pagedattn_serve.server.openai.jobs import Job, JobRunner
 from pagedattn_serve.server.openai.logprobs import ChatLogprobsFormat, CompletionLogprobsFormat
-from pagedattn_serve.server.openai.service import EventStream, Job, JobRunner, SendEvents, Service, while_connected
+from pagedattn_serve.server.openai.service import Service
 
 
 class CompletionTokensDetails(TypedDict):

@@ -13,7 +13,9 @@ from pagedattn_serve.output_parsing.events import CallArguments, CallBegin, Cont
 from pagedattn_serve.output_parsing.output_format import Turn
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse, encode_json, last_events
-from pagedattn_serve.server.openai.service import EventStream, Job, SendEvents, Service, while_connected
+from pagedattn_serve.server.http.event_stream import EventStream, SendEvents, while_connected
+from pagedattn_serve.server.openai.jobs import Job
+from pagedattn_serve.server.openai.service import Service
 
 Kind = Literal["thought", "text", "call"]
 Fields = dict[str, Any]

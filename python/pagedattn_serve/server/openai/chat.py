@@ -31,8 +31,9 @@ from pagedattn_serve.server.openai.fields import (
     generates,
     num_output_tokens,
 )
+from pagedattn_serve.server.openai.jobs import Job, JobRunner, PromptTokens
 from pagedattn_serve.server.openai.logprobs import ChatLogprobs, ChatLogprobsFormat, PromptLogprobs, prompt_logprobs
-from pagedattn_serve.server.openai.service import Job, JobRunner, PromptTokens, Service, service_of
+from pagedattn_serve.server.openai.service import Service, service_of
 from pagedattn_serve.server.openai.tools import requested_calls, template_tools
 from pagedattn_serve.text.chat_template import content_text
 from pagedattn_serve.text.detokenizer import TokenNames
@@ -288,14 +289,6 @@ class ParsedChatChunks(JobChunks):
     async def _final_usage(self) -> Usage:
         outputs = [(parser, self._token_ids[index]) for index, parser in self._parsers.items()]
         return await asyncio.to_thread(self._parsed_answer.add_details, self._usage(), outputs)
-
-    def _forget_prompt(self, place: int) -> bool:
-        forgets = super()._forget_prompt(place)
-        if forgets:  # there is one prompt
-            self._parsers.clear()
-            self._arguments.clear()
-            self._token_ids.clear()
-        return forgets
 
 
 def reason_with_calls(finish_reason: str | None, arguments: str) -> str | None:

@@ -12,6 +12,7 @@ from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import ApiError, encode_json
 from pagedattn_serve.server.openai.answers import EVENT_STREAM, Answer, ChunkWriter, LogprobsFormat, Usage, respond
 from pagedattn_serve.server.openai.fields import CompletionRequest, completion_params, num_output_tokens
+from pagedattn_serve.server.openai.jobs import Job, PromptTokens
 from pagedattn_serve.server.openai.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsFormat,
@@ -19,7 +20,7 @@ from pagedattn_serve.server.openai.logprobs import (
     joined,
     prompt_logprobs,
 )
-from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, service_of
+from pagedattn_serve.server.openai.service import Service, service_of
 from pagedattn_serve.text.detokenizer import TokenNames
 
 router = APIRouter()

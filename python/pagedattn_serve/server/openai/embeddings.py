@@ -15,8 +15,10 @@ from typing_extensions import TypedDict  # which pydantic wants before Python 3.
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.pooling_params import PoolingParams
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
+from pagedattn_serve.server.http.event_stream import while_connected
 from pagedattn_serve.server.openai.fields import Body, NumKept, Texts, TokenIds, TruncationSide
-from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, service_of, while_connected
+from pagedattn_serve.server.openai.jobs import Job, PromptTokens
+from pagedattn_serve.server.openai.service import Service, service_of
 
 MAX_INPUTS = 2048  # OpenAI's
 AT_ONCE = 256  # inputs of one request that may wait for the engine at a time
@@ -144,7 +146,7 @@ def kept(token_ids: list[int], body: PoolingBody, service: Service, param: str) 
 
 def _shortened(token_ids: list[int], body: PoolingBody, service: Service) -> list[int]:
     """The tokens, or the first of them, or last ones, if the request wants no more. A special token at the end stays:
-    an embedding may be that of the last token. One alone stays, as more may be padding."""
+    an embedding may be that of the last token. Of several only one stays: others may be padding."""
     most = body.truncate_prompt_tokens
     if most is None or len(token_ids) <= (most := service.max_model_len if most == -1 else most):
         return token_ids

@@ -25,7 +25,8 @@ from pagedattn_serve.server.openai.embeddings import (
     usage_of,
 )
 from pagedattn_serve.server.openai.fields import Body, Texts
-from pagedattn_serve.server.openai.service import Job, PromptTokens, Service, service_of
+from pagedattn_serve.server.openai.jobs import Job, PromptTokens
+from pagedattn_serve.server.openai.service import Service, service_of
 
 router = APIRouter()
 

@@ -1,85 +1,36 @@
-"""What every endpoint needs, in the order of a request's life.
-
-`Service` makes a job of a request. `JobRunner` sends the job through the engine. `while_connected` and `EventStream`
-end the job when the client goes away.
-"""
+"""What endpoints share. `Service` makes a job of a request; its `JobRunner` sends the job through the engine."""
 
 import asyncio
-import logging
-import math
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from pagedattn_serve.async_engine import AsyncLLMEngine, EngineBusyError, EngineDeadError
+from pagedattn_serve.async_engine import AsyncLLMEngine
 from pagedattn_serve.errors import ArgumentError, BadArgument
 from pagedattn_serve.output_parsing.output_format import Turn, output_format
 from pagedattn_serve.output_parsing.parser import OutputParser
 from pagedattn_serve.output_parsing.tool_format import ToolUse
-from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.pooling_params import PoolingParams
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
-from pagedattn_serve.server.http.errors import DONE, ApiError, ClientGoneError, last_events
+from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.http.logs import current_request
 from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.errors import engine_error
 from pagedattn_serve.server.openai.fields import SamplingBody, form_field
+from pagedattn_serve.server.openai.jobs import Job, JobRunner, PromptTokens
 from pagedattn_serve.text.chat_template import render_chat, template_text
 from pagedattn_serve.text.detokenizer import IncrementalDetokenizer, TokenNames, num_tokens_within
 from pagedattn_serve.text.infilling import infilling_of
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LONG_TEXT = 4096  # characters: tokenizing more takes longer than waking a thread
 
-SendEvents = Callable[[bytes], Awaitable[None]]
 TakeTokens = Callable[[list[int]], list[int]]
-
-
-@dataclass(slots=True, frozen=True)
-class PromptTokens:
-    """One prompt. text: None if the prompt came as token ids."""
-
-    text: str | None
-    token_ids: list[int]
-
-
-@dataclass(slots=True, frozen=True)
-class Job:
-    """What one HTTP request asks of the engine.
-
-    request_id, created (seconds since 1970), model, system_fingerprint: as the answer has them. No id can be guessed.
-    params: with deltas as outputs. pooling: instead of params, where the prompts become embeddings.
-    form_field: the field that asks for a form of the output, if any.
-    names_tier: whether the answer says its service_tier, which is always "default".
-    """
-
-    request_id: str
-    created: int
-    model: str
-    system_fingerprint: str
-    prompts: list[PromptTokens]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str = ""
-    form_field: str | None = None
-    names_tier: bool = False
-    pooling: PoolingParams | None = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
 
 def _as_they_are(token_ids: list[int]) -> list[int]:
@@ -196,7 +147,7 @@ class Service:
         except (TypeError, ValueError) as error:
             raise engine_error(error, None if use is None else "tools") from None
 
-    def num_thought_tokens(self, job: "Job", parser: OutputParser, token_ids: list[int]) -> int:
+    def num_thought_tokens(self, job: Job, parser: OutputParser, token_ids: list[int]) -> int:
         """How many tokens of an output are of its thoughts. parser: has read all of its text. This may take long."""
         skips = job.params.skip_special_tokens
         detokenizer = IncrementalDetokenizer(self.tokenizer, job.prompts[0].token_ids, skip_special_tokens=skips)
@@ -332,195 +283,3 @@ async def service_of(request: Request) -> Service:
     """A FastAPI dependency. It is async, because FastAPI runs other dependencies in threads."""
     service: Service = request.app.state.service
     return service
-
-
-Take = Callable[[int, RequestOutput], Awaitable[None]]  # the place of a prompt, and a delta of its outputs
-# The place of a prompt whose outputs come again from the beginning, if the client has seen none: returns whether.
-Forget = Callable[[int], bool]
-
-
-class RecentEnds:
-    """When the requests of the last minute ended: the speed of the queue."""
-
-    SECONDS = 60.0
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._times: deque[float] = deque(maxlen=10_000)
-
-    def add(self) -> None:
-        self._times.append(time.monotonic())
-
-    def retry_after(self, num_waiting: int) -> int:
-        """Seconds, 1 to 60, after which half of those that wait have left the queue, if all goes on as it does."""
-        now = time.monotonic()
-        while self._times and self._times[0] < now - self.SECONDS:
-            self._times.popleft()
-        observed = now - (self._times[0] if len(self._times) == self._times.maxlen else self._started)
-        seconds = num_waiting / 2 * min(self.SECONDS, observed) / max(len(self._times), 1)
-        return math.ceil(min(max(seconds, 1.0), self.SECONDS))
-
-
-class JobRunner:
-    """Sends jobs through the engine, and shows the outputs to the metrics."""
-
-    def __init__(self, engine: AsyncLLMEngine, metrics: ServerMetrics, max_waiting: int) -> None:
-        self._engine = engine
-        self._metrics = metrics
-        self._max_waiting = max_waiting
-        self._recent_ends = RecentEnds()
-
-    async def run(self, job: Job, take: Take, forget: Forget = lambda _: False) -> None:
-        """Call `take` with each output of each prompt, until all prompts are finished. Raises ApiError if a prompt is
-        refused or fails. In any case, no request of the job stays in the engine."""
-        tasks = [asyncio.create_task(self._run_one(job, place, take, forget)) for place in range(len(job.prompts))]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def outputs(self, job: Job) -> list[RequestOutput]:
-        """The sum of the deltas of each prompt. Raises as `run`."""
-        outputs: dict[int, RequestOutput] = {}
-
-        async def take(place: int, output: RequestOutput) -> None:
-            if place in outputs:
-                outputs[place].add(output)
-            else:
-                outputs[place] = output
-
-        def forget(place: int) -> bool:
-            outputs.pop(place, None)
-            return True
-
-        await self.run(job, take, forget)
-        return [outputs[place] for place in range(len(job.prompts))]
-
-    async def _run_one(self, job: Job, place: int, take: Take, forget: Forget) -> None:
-        text, token_ids = job.prompts[place].text, job.prompts[place].token_ids
-        prompt: dict[str, Any] = {"prompt_token_ids": token_ids}
-        if job.params.prompt_logprobs is not None and text is not None:
-            prompt["prompt"] = text  # so that the names of the prompt's tokens are pieces of this text
-        is_finished = False
-        with self._metrics.watch() as see:
-
-            def forget_all() -> bool:
-                may_begin_anew = forget(place)
-                if may_begin_anew:
-                    see.forget()
-                return may_begin_anew
-
-            outputs = self._engine.generate(
-                prompt,
-                job.pooling or job.params,
-                f"{job.request_id}-{place}",
-                job.priority,
-                job.cache_salt,
-                forget_all,
-            )
-            async with aclosing(outputs):
-                while not is_finished:
-                    try:
-                        output = await anext(outputs)
-                    except (EngineBusyError, EngineDeadError, BadArgument, TypeError, ValueError) as error:
-                        retry_after = self._recent_ends.retry_after(self._max_waiting)
-                        raise engine_error(error, job.form_field, retry_after) from None
-                    is_finished = output.finished
-                    see(output)
-                    if is_finished:
-                        self._recent_ends.add()
-                        _raise_failure(output, job.form_field)
-                    await take(place, output)
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns or raises. If the client closes its connection, cancels `work` and raises ClientGoneError.
-    receive: of a request whose body has been read."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGoneError
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _raise_failure(output: RequestOutput, form_field: str | None) -> None:
-    reasons = {completion.finish_reason for completion in output.outputs}
-    if "error" in reasons and output.argument_error is not None:
-        raise engine_error(output.argument_error, form_field)
-    if "error" in reasons:
-        raise ApiError(500, f"the request could not go on: {output.error}", code="generation_failed")
-    if "abort" in reasons:
-        raise ApiError(503, "the request was aborted, as the server shuts down", code="aborted")
-
-
-class EventStream(Response):
-    """Sends the events of `send_all`, then `done`.
-
-    An error before the first event is raised, and gets a response of its own. A later error becomes what `fail` makes
-    of it, the end of the stream; so does the time limit of the request. `send_all` is cancelled as soon as the client
-    has gone.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        send_all: Callable[[SendEvents], Awaitable[None]],
-        done: bytes = DONE,
-        fail: Callable[[ApiError], bytes] = last_events,
-    ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
-        self._send_all = send_all
-        self._done = done
-        self._fail = fail
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_connected(receive, self._respond(send))
-        except ClientGoneError:
-            logger.debug("a client left its stream")
-
-    async def _respond(self, send: Send) -> None:
-        has_begun = False
-        sending = asyncio.Lock()  # each prompt of a job has a task
-
-        async def send_events(events: bytes) -> None:
-            nonlocal has_begun
-            async with sending:
-                if not has_begun:
-                    has_begun = True
-                    if context := current_request.get():
-                        context.fail = self._fail
-                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-
-        try:
-            await self._send_all(send_events)
-        except ApiError as error:
-            if not has_begun:
-                raise
-            await _send_end(send, self._fail(error))
-        except Exception:  # a bug; the middleware logs it
-            if has_begun:
-                await _send_end(send, self._fail(ApiError(500, "the server failed; its log says where")))
-            raise
-        else:
-            await _send_end(send, self._done)
-
-
-async def _send_end(send: Send, last: bytes) -> None:
-    await send({"type": "http.response.body", "body": last})

@@ -13,7 +13,7 @@ from starlette.types import Message, Send
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.requests.request import Completion
-from pagedattn_serve.server.openai.service import EventStream
+from pagedattn_serve.server.http.event_stream import EventStream
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": BEGINNING}]

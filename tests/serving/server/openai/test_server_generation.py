@@ -15,11 +15,12 @@ from pagedattn_serve.outputs import CompletionOutput, EngineStats, ReplicaStatus
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.errors import ApiError
+from pagedattn_serve.server.http.event_stream import EventStream, SendEvents
 from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.answers import Answer, ChunkWriter, JobChunks
 from pagedattn_serve.server.openai.app import make_app
 from pagedattn_serve.server.openai.fields import StreamOptions
-from pagedattn_serve.server.openai.service import EventStream, Job, JobRunner, PromptTokens, RecentEnds, SendEvents
+from pagedattn_serve.server.openai.jobs import Job, JobRunner, PromptTokens, RecentEnds
 
 NO_STATS = EngineStats(**{name: 0 for name in EngineStats.__slots__} | {"num_blocks": 8})  # type: ignore[arg-type]
 IDLE = ReplicaStatus(None, True, None, 0, NO_STATS)

@@ -6,8 +6,8 @@ from typing_extensions import TypedDict  # which pydantic wants before Python 3.
 
 from pagedattn_serve.server.openai.blocks import Fields
 from pagedattn_serve.server.openai.fields import Body
+from pagedattn_serve.server.openai.jobs import Job
 from pagedattn_serve.server.openai.responses.fields import ResponseRequest
-from pagedattn_serve.server.openai.service import Job
 
 
 class CachedTokens(TypedDict):
