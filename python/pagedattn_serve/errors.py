@@ -2,7 +2,8 @@
 that go from one process to another."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 MAX_SHOWN = 500  # characters of a value
@@ -86,6 +87,15 @@ def nth(what: str, index: int, number: int) -> str:
 def with_place(error: Exception, place: str) -> Exception:
     """The same error, which says whose it is: which of several requests."""
     return error.at(place) if isinstance(error, BadArgument) else type(error)(f"{place}: {error}")
+
+
+@contextmanager
+def op_errors_about(subject: str) -> Iterator[None]:
+    """A ValueError of an op, whose message is `op: what is wrong`, gets the subject in place of the op's name."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{subject}: {str(error).partition(': ')[2]}") from None
 
 
 # ---- between processes ----------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from slow_engine import slowed
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from warm_ranks import StartedRanks
 
-from pagedattn_serve.distributed import workers
+from pagedattn_serve.distributed import launch
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution.model_runner import ModelRunner
 
@@ -112,5 +112,5 @@ def ranks() -> Iterator[StartedRanks]:
     """For tests of engines with several ranks: the processes of these engines start fast."""
     started = StartedRanks()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(workers, "start_process", started.start)
+        patch.setattr(launch, "start_process", started.start)
         yield started

@@ -22,7 +22,8 @@ from pagedattn_serve.distributed.hosts import HostsCommunicator
 from pagedattn_serve.distributed.links import CHECK_SECONDS, LinkedCommunicator, Transfer, bytes_of
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator
 from pagedattn_serve.execution.model_runner import StepInputs, StepRunner
-from pagedattn_serve.models.causal_lm import CausalLM, ModelOutput, NativeCausalLM
+from pagedattn_serve.models.causal_lm import CausalLM, ModelOutput
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import Partition
 from pagedattn_serve.models.stages import Trunk
 

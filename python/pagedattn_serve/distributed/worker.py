@@ -65,7 +65,7 @@ MAX_ERROR_LENGTH = 10_000  # characters: a message holds it
 
 
 def main(fd: int) -> NoReturn:
-    """The process of a rank, which `workers.start_rank` starts. fd: a socket to rank 0."""
+    """The process of a rank, which `launch.start_rank` starts. fd: a socket to rank 0."""
     serve_rank(Channel(socket.socket(fileno=fd)))
     sys.stdout.flush()
     sys.stderr.flush()

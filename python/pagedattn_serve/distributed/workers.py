@@ -1,6 +1,6 @@
 """The ranks of a model as rank 0 sees them: how they start, come together, fail and end.
 
-Rank 0 is the process of the engine. `Launch` says who starts the other ranks: this process, torchrun or Ray.
+Rank 0 is the process of the engine. `launch` says who starts the other ranks.
 """
 
 import os
@@ -9,19 +9,18 @@ import select
 import socket
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from pagedattn_serve.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.distributed.activity import LocalWatch, RemoteWatch
 from pagedattn_serve.distributed.channel import Address, Channel, ChannelClosed, NetworkChannel
 from pagedattn_serve.distributed.communicator import PATIENCE_SECONDS
 from pagedattn_serve.distributed.hosts import HostsCommunicator
+from pagedattn_serve.distributed.launch import choose_launch, take_share
 from pagedattn_serve.distributed.links import LinkedCommunicator
 from pagedattn_serve.distributed.messages import (
     DIGEST_BYTES,
@@ -40,17 +39,8 @@ from pagedattn_serve.distributed.messages import (
 )
 from pagedattn_serve.distributed.pipeline import PipelineCommunicator, make_communicator, partition_of
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, serve_store
-from pagedattn_serve.distributed.processes import (
-    PeerProcess,
-    RankProcess,
-    cpus_of_rank,
-    how_it_ended,
-    numa_nodes,
-    start_process,
-)
-from pagedattn_serve.distributed.ray_placement import OPTION, RayPlacement
-from pagedattn_serve.distributed.remote import OtherHosts, Placement, RemoteRank, absolute
-from pagedattn_serve.distributed.torchrun import TorchrunPlacement, accept, listen, rank_of_torchrun
+from pagedattn_serve.distributed.processes import RankProcess, cpus_of_rank, how_it_ended, numa_nodes
+from pagedattn_serve.distributed.remote import OtherHosts, RemoteRank, absolute
 from pagedattn_serve.errors import ArgumentError, ExecutorDeadError, describe
 from pagedattn_serve.execution.engine_setup import device_of_rank
 from pagedattn_serve.loading.loader import build_model
@@ -69,7 +59,7 @@ class Worker:
 
     ip, nodes, watch: of a rank on another host: the host's address, and the CPUs of its NUMA nodes; what looks at it.
     steps: the socket for the steps of the group that the rank is in.
-    unread: messages that were received, but not asked for yet.
+    unread: a message that was received, but not asked for yet; None if there is none.
     """
 
     def __init__(
@@ -87,7 +77,7 @@ class Worker:
         self.nodes = nodes
         self.watch = LocalWatch(process.pid) if watch is None else watch
         self.steps: socket.socket | None = None
-        self.unread: list[Any] = []
+        self.unread: Any = None
         self._process = process
 
     @property
@@ -186,8 +176,8 @@ class Workers:
                 model = replace(model, enforce_eager=True)
             nodes = numa_nodes(os.sched_getaffinity(0))
             undo.append(take_share(launch.num_threads, cpus_of_rank(0, ranks_per_host, nodes)))
-            for worker in launch.start_on_this_host(ranks_per_host):
-                self._workers.append(worker)
+            for started in launch.start_on_this_host(ranks_per_host):
+                self._workers.append(Worker(*started))
             for remote in [] if others is None else others.start():
                 self._workers.append(worker_of(remote))
             for worker in self._workers:
@@ -213,12 +203,12 @@ class Workers:
         """Rank 0 has loaded so much. What the other ranks have said until now is told, too."""
         self._tell_loading(0, done, total)
         for worker in self._workers:
-            while not worker.unread and worker.channel.has_message():
+            while worker.unread is None and worker.channel.has_message():
                 message = self._next_message(worker)
                 if isinstance(message, Loading):
                     self._tell_loading(worker.rank, *message)
                 else:
-                    worker.unread.append(message)
+                    worker.unread = message
 
     def _tell_loading(self, rank: int, done: int, total: int) -> None:
         if self._on_loading is not None:
@@ -402,8 +392,10 @@ class Workers:
             if deadline is not None:
                 while not worker.channel.has_message(CHECK_SECONDS) and time.monotonic() < deadline:
                     self.check_health()
+            message, worker.unread = worker.unread, None
             try:
-                message = worker.unread.pop() if worker.unread else self._next_message(worker, deadline)
+                if message is None:
+                    message = self._next_message(worker, deadline)
             except TimeoutError:
                 text = f"{worker.name} has not answered for {ANSWER_SECONDS:g} s{circumstance}"
                 raise self._dead(text) from None
@@ -437,27 +429,17 @@ class Workers:
         return ExecutorDeadError(text)
 
 
+def worker_of(remote: RemoteRank) -> Worker:
+    """The worker of a rank on another host, which has connected."""
+    watch = RemoteWatch(remote.pulse)
+    return Worker(remote.rank, remote.channel, remote.process, remote.ip, remote.nodes, watch)
+
+
 def _any_works(workers: list[Worker]) -> bool:
     """Whether a rank computes, after a look at each of them."""
     for worker in list(workers):
         worker.watch.look()
     return any([worker.watch.works() for worker in list(workers)])
-
-
-def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:
-    """Compute with so many threads from now on, and on these CPUs unless None. Returns what takes that back."""
-    num_threads_before, cpus_before = torch.get_num_threads(), os.sched_getaffinity(0)
-    torch.set_num_threads(num_threads)
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)
-
-    def give_back() -> None:
-        if torch.get_num_threads() == num_threads:  # else somebody has set it since
-            torch.set_num_threads(num_threads_before)
-        if cpus is not None and os.sched_getaffinity(0) == cpus:
-            os.sched_setaffinity(0, cpus_before)
-
-    return give_back
 
 
 def _end(workers: list[Worker], owner: int, undo: list[Callable[[], None]]) -> None:
@@ -469,81 +451,3 @@ def _end(workers: list[Worker], owner: int, undo: list[Callable[[], None]]) -> N
     workers.clear()
     for give_back in reversed(undo):
         give_back()
-
-
-# ---- who starts the ranks -------------------------------------------------------------------------------------------
-
-
-class Launch(NamedTuple):
-    """How the ranks of a model start.
-
-    num_threads: of each rank. start_on_this_host: starts ranks 1 and up, of so many on this host. placement: of the
-    ranks on other hosts; None if there can be none.
-    """
-
-    num_threads: int
-    start_on_this_host: Callable[[int], Iterator[Worker]]
-    placement: Placement | None
-
-
-def choose_launch(parallel: ParallelConfig, device: str) -> Launch:
-    """Raises ArgumentError where torchrun has started this process and Ray is asked for, too, and for Ray or stages on
-    CUDA."""
-    world_size, num_stages = parallel.num_ranks, parallel.pipeline_parallel_size
-    if num_stages > 1 and device != "cpu":
-        raise ArgumentError("pipeline_parallel_size", f"1 on {device}, as stages are on CPUs alone", num_stages)
-    by_torchrun = rank_of_torchrun(world_size) is not None
-    by_ray = parallel.distributed_executor_backend == "ray"
-    if by_torchrun and by_ray:
-        raise ArgumentError(OPTION, "mp with ranks that torchrun has started", "ray")
-    if by_ray and device != "cpu":
-        raise ArgumentError(OPTION, f"mp, or torchrun, on {device}, as Ray places ranks on CPUs alone", "ray")
-    if by_torchrun:
-        return launch_by_torchrun()
-    return launch_by_ray(world_size) if by_ray else launch_processes(world_size)
-
-
-def launch_processes(world_size: int) -> Launch:
-    """All ranks are processes that this one starts."""
-    return Launch(threads_of_rank(world_size), start_ranks, None)
-
-
-def launch_by_torchrun() -> Launch:
-    """torchrun has started all ranks. It has also said how many threads each of them takes."""
-    return Launch(torch.get_num_threads(), accept_ranks, TorchrunPlacement())
-
-
-def launch_by_ray(world_size: int) -> Launch:
-    """Ray has the CPUs, and starts the ranks on other hosts."""
-    num_threads = threads_of_rank(world_size)
-    return Launch(num_threads, start_ranks, RayPlacement(world_size, num_threads))
-
-
-def threads_of_rank(world_size: int) -> int:
-    """If all ranks share the threads of this process."""
-    return max(1, torch.get_num_threads() // world_size)
-
-
-def start_ranks(ranks_per_host: int) -> Iterator[Worker]:
-    """Start the processes of the ranks of this host."""
-    return map(start_rank, range(1, ranks_per_host))
-
-
-def start_rank(rank: int) -> Worker:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        return Worker(rank, Channel(ours), start_process("pagedattn_serve.distributed.worker", theirs))
-
-
-def accept_ranks(ranks_per_host: int) -> Iterator[Worker]:
-    """Wait for the ranks that torchrun has started on this host, which `torchrun.serve_as_rank` runs."""
-    listener = listen()
-    for _ in range(1, ranks_per_host):
-        rank, connection, pid = accept(listener)
-        yield Worker(rank, Channel(connection), PeerProcess(pid))
-
-
-def worker_of(remote: RemoteRank) -> Worker:
-    """The worker of a rank on another host, which has connected."""
-    watch = RemoteWatch(remote.pulse)
-    return Worker(remote.rank, remote.channel, remote.process, remote.ip, remote.nodes, watch)

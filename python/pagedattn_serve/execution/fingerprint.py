@@ -11,7 +11,8 @@ import pagedattn_ext
 from pagedattn_ext import _C
 from pagedattn_serve.config import CacheConfig
 from pagedattn_serve.loading.fingerprint import file_digest
-from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
+from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.native import NativeCausalLM
 
 
 def fingerprint(

@@ -24,10 +24,10 @@ from pagedattn_serve.models.causal_lm import (
     CausalLM,
     LastRows,
     ModelOutput,
-    NativeCausalLM,
     SequenceRows,
     StepStates,
 )
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, StateCheckpoint, StateCopies, TableArray
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pagedattn_serve.loading.checkpoint_files import Tensors
 from pagedattn_serve.loading.weights import checkpoint_shapes
-from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
+from pagedattn_serve.models.causal_lm import CausalLM
+from pagedattn_serve.models.native import NativeCausalLM
 
 STANDARD_DEVIATION = 0.02
 PERIOD = (1 << 20) - 3  # numbers that are drawn; odd, so that no two rows of a weight are alike for long

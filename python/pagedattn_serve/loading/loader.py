@@ -19,13 +19,14 @@ from pagedattn_serve.loading.gguf_file import is_gguf
 from pagedattn_serve.loading.gguf_weights import GgufFormat, as_float
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
-from pagedattn_serve.loading.weights import floats_of, lacks_head, load_weights, pack_as_stored
+from pagedattn_serve.loading.weights import lacks_head, load_weights, pack_as_stored, refuse_codes
 from pagedattn_serve.models.bloom import BloomForCausalLM
-from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM
+from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.experts import expert_inputs, pack_experts
 from pagedattn_serve.models.gpt2 import GPT2LMHeadModel
 from pagedattn_serve.models.linear import LinearForms, linear_layers, pack_linear_layers
 from pagedattn_serve.models.llama import LlamaForCausalLM
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
 from pagedattn_serve.models.partition import SINGLE, Partition
 from pagedattn_serve.progress import Report
@@ -120,8 +121,9 @@ def load_model(
             in_files = open_checkpoint(directory, open_files) if dummies is None else dummies
             tensors = {name: as_float(read()) for name, read in in_files.items()}
             tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-            for name in (name for name in tensors if name.endswith("weight")):  # others may be masks and positions
-                floats_of(name, tensors[name])
+            for name, tensor in tensors.items():
+                if name.endswith("weight"):  # others may be masks and positions
+                    refuse_codes(name, tensor)
             model.load_weights(tensors, directory, device, on_loading)
             del tensors
     if forms is not None and isinstance(stored, GgufFormat):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pagedattn_serve.config import QUANTIZATIONS
-from pagedattn_serve.errors import ArgumentError, shown
+from pagedattn_serve.errors import ArgumentError, op_errors_about, shown
 from pagedattn_serve.loading.checkpoint_files import (
     NAMED_BY_CONFIG,
     OpenFiles,
@@ -28,9 +28,9 @@ from pagedattn_serve.loading.gguf_file import is_gguf
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, row_bytes
 from pagedattn_serve.loading.weights import HEAD, CheckpointTensors, checkpoint_shapes
-from pagedattn_serve.models.causal_lm import NativeCausalLM
 from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import SlicedLinear
 from pagedattn_serve.models.quantization import CODES_PER_INT32, GROUP_SIZE, quantizable, quantize_int4, quantize_int8
 from pagedattn_serve.progress import reported
@@ -180,10 +180,8 @@ def quantized_tensors(
                 left.append(own_name)
                 continue
             weight = quantizable(tensors.pop(f"{part}.weight")())
-            try:
+            with op_errors_about(f"model: {part}"):
                 packed = compressed(weight.t() if isinstance(layer, TransposedLinear) else weight, format)
-            except ValueError as error:
-                raise ValueError(f"model: {part}: {str(error).partition(': ')[2]}") from None
             yield {f"{own_name}.{suffix}": tensor for suffix, tensor in packed.items()}
             open_files.close()
             give_back_freed_memory()

@@ -9,16 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pagedattn_serve.errors import op_errors_about
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, Tensors, open_checkpoint
 from pagedattn_serve.loading.gguf_weights import Blocks, as_float, quantized_parts
 from pagedattn_serve.loading.kv_scales import is_kv_scale
 from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, is_quantized, read_weight
-from pagedattn_serve.models.causal_lm import CausalLM, NativeCausalLM, misfit
+from pagedattn_serve.models.causal_lm import CausalLM, misfit
 from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, linear_layers, quantized_linear
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import Share, SlicedEmbedding, SlicedLinear, everything
 from pagedattn_serve.models.quantization import QuantizedWeight, quantizable
 from pagedattn_serve.progress import Report, reported
 
+# Packed layers take weights of any dtype, so 16-bit weights keep theirs, whatever the model's.
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 HEAD = "lm_head.weight"
@@ -46,72 +49,23 @@ def load_weights(
     with OpenFiles() as open_files:
         in_files = open_checkpoint(directory, open_files) if dummies is None else dummies
         checkpoint = CheckpointTensors(model, in_files)
-        tensors, problems, read = checkpoint.tensors, checkpoint.problems, checkpoint.read
-        is_quantizing = forms is not None and forms.quantization is not None
         parameters = dict(model.named_parameters())  # tied ones appear once, under the embedding's name
-
-        def load_layer(layer_name: str, names: Iterable[str]) -> None:
-            layer = model.get_submodule(layer_name)
-            is_packed = forms is not None and isinstance(layer, SlicedLinear)
-            quantized: Sequence[QuantizedWeight] | None = None
-            weight: list[Tensor] = []  # parts of a weight that is packed
-            for name in names:
-                kind = name.removeprefix(f"{layer_name}.")
-                if stored is not None and kind == "weight" and is_quantized(layer, layer_name, stored, tensors):
-                    quantized = read_weight(layer, layer_name, stored, tensors, read)
-                elif (found := read(shapes := checkpoint_shapes(layer, layer_name, kind))) is not None and not problems:
-                    if forms is not None and is_packed and kind == "weight":
-                        quantized = in_its_form(layer_name, found, forms)
-                        if quantized is not None:
-                            continue
-                    found = [floats_of(*each) for each in zip(shapes, found, strict=True)]
-                    parts = layer.parts_from_checkpoint(kind, found) if isinstance(layer, SlicedLinear) else found
-                    if is_quantizing and is_packed and kind == "weight":
-                        parts = [quantizable(part).to(device) for part in parts]
-                    else:
-                        # Packed layers take weights of any dtype, so 16-bit weights keep theirs, whatever the model's.
-                        kept = HALF_DTYPES if is_packed else ()
-                        parts = [part.to(device, part.dtype if part.dtype in kept else model.dtype) for part in parts]
-                    if is_packed and kind == "weight":
-                        weight = parts
-                    else:
-                        set_parameter(model, name, parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
-            if not isinstance(layer, SlicedLinear):
-                return
-            if not layer.adds_bias:
-                layer.register_parameter("bias", None)
-            if forms is not None and not problems:
-                packed = quantized_linear(quantized, layer.bias) if quantized else forms.pack(layer_name, layer, weight)
-                model.set_submodule(layer_name, packed)
-
         reported_names = reported(parameters, "Loading weights", on_loading)
         for layer_name, names in groupby(reported_names, lambda name: name.rpartition(".")[0]):
-            load_layer(layer_name, names)
+            layer = model.get_submodule(layer_name)
+            kinds = (name.rpartition(".")[2] for name in names)
+            if forms is not None and isinstance(layer, SlicedLinear):
+                packed = packed_layer(checkpoint, layer_name, layer, kinds, stored, forms, device)
+                if packed is not None:
+                    model.set_submodule(layer_name, packed)
+            else:
+                for kind in kinds:
+                    set_floats(checkpoint, layer_name, kind, device)
             open_files.close()
             give_back_freed_memory()
         if (own_head := checkpoint.read_own_head()) is not None:
             load_own_head(model, floats_of(HEAD, own_head).to(device, model.dtype))
     checkpoint.check(directory)
-
-
-def floats_of(name: str, tensor: Tensor | Blocks) -> Tensor:
-    """The numbers of a weight. Raises ValueError for integers and for floats of 8 bits, which mean something by scales
-    that config.json does not know."""
-    found = as_float(tensor)
-    if not found.is_floating_point() or found.itemsize == 1:
-        raise ValueError(
-            f"model: expected {name} in floats of 16 bits or more, as config.json has no quantization_config for it, "
-            f"got {found.dtype}"
-        )
-    return found
-
-
-def in_its_form(name: str, parts: Sequence[Tensor | Blocks], forms: LinearForms) -> Sequence[QuantizedWeight] | None:
-    """As `quantized_parts`, of the layer called `name`."""
-    try:
-        return quantized_parts(parts, forms.quantization)
-    except ValueError as error:
-        raise ValueError(f"model: cannot read {name}: {str(error).partition(': ')[2]}") from None
 
 
 def pack_as_stored(model: CausalLM, tensors: Tensors, forms: LinearForms) -> None:
@@ -150,7 +104,7 @@ def load_own_head(model: NativeCausalLM, weight: Tensor) -> None:
         model.lm_head.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
 
 
-# ---- from the checkpoint's tensors to parameters ---------------------------------------------------------------------
+# ---- the checkpoint's tensors ---------------------------------------------------------------------------------------
 
 
 class CheckpointTensors:
@@ -163,7 +117,7 @@ class CheckpointTensors:
         self.own_names = checkpoint_names(model, stored)
         self.tensors = {name: stored[own] for name, own in self.own_names.items()}
         self.problems: list[str] = []
-        self._model = model
+        self.model = model
         self._unread = {name for name in self.tensors if not is_passed_over(model, name)}
 
     def read(self, shapes: dict[str, list[Share]]) -> list[Any] | None:
@@ -186,12 +140,19 @@ class CheckpointTensors:
                 self.problems.append(f"{name}: expected {shape}, got {found_instead}")
         return found if len(found) == len(shapes) else None
 
+    def read_parameter(self, layer_name: str, kind: str) -> dict[str, Any] | None:
+        """The rank's slices of the tensors that make up the parameter `kind` of a layer, by name; None once there are
+        problems."""
+        shapes = checkpoint_shapes(self.model.get_submodule(layer_name), layer_name, kind)
+        found = self.read(shapes)
+        return None if found is None or self.problems else dict(zip(shapes, found, strict=True))
+
     def read_own_head(self) -> Tensor | None:
         """The lm_head of a checkpoint that has one although config.json ties it to the embedding, once all parameters
         are read; None if there is none, or if there are problems."""
         if HEAD not in self._unread or self.problems:
             return None
-        found = self.read(checkpoint_shapes(self._model.lm_head, self._model.head, "weight"))
+        found = self.read(checkpoint_shapes(self.model.lm_head, self.model.head, "weight"))
         return found[0] if found else None
 
     def check(self, directory: Path) -> None:
@@ -200,7 +161,7 @@ class CheckpointTensors:
         if problems == [f"missing {HEAD}"]:
             problems[0] += ", which config.json does not tie to the embedding"
         if problems:
-            raise ValueError(misfit(directory, type(self._model).__name__, problems))
+            raise ValueError(misfit(directory, type(self.model).__name__, problems))
 
 
 def checkpoint_names(model: NativeCausalLM, names: Iterable[str]) -> dict[str, str]:
@@ -230,6 +191,74 @@ def checkpoint_shapes(layer: nn.Module, layer_name: str, kind: str) -> dict[str,
     return {f"{layer_name}.{kind}": [everything(size) for size in layer.get_parameter(kind).shape]}
 
 
+# ---- from tensors to parameters -------------------------------------------------------------------------------------
+
+
+def packed_layer(
+    checkpoint: CheckpointTensors,
+    name: str,
+    layer: SlicedLinear,
+    kinds: Iterable[str],
+    stored: CheckpointFormat | None,
+    forms: LinearForms,
+    device: str,
+) -> nn.Module | None:
+    """The layer in its form, of the checkpoint's weight and bias; None if there are problems. kinds: of its
+    parameters."""
+    quantized: Sequence[QuantizedWeight] | None = None
+    floats: Sequence[Tensor] = ()
+    for kind in kinds:
+        if kind != "weight":
+            set_floats(checkpoint, name, kind, device, HALF_DTYPES)
+        elif stored is not None and is_quantized(layer, name, stored, checkpoint.tensors):
+            quantized = read_weight(layer, name, stored, checkpoint.tensors, checkpoint.read)
+        else:
+            quantized, floats = read_parts(checkpoint, name, layer, forms, device)
+    if checkpoint.problems:
+        return None
+    return quantized_linear(quantized, layer.bias) if quantized else forms.pack(name, layer, floats)
+
+
+def read_parts(
+    checkpoint: CheckpointTensors, name: str, layer: SlicedLinear, forms: LinearForms, device: str
+) -> tuple[Sequence[QuantizedWeight] | None, Sequence[Tensor]]:
+    """The weight of a layer, in parts that lie one below the other: quantized, if a GGUF file has it in the layer's
+    form; else as the floats that become this form. Neither, if there are problems."""
+    found = checkpoint.read_parameter(name, "weight")
+    if found is None:
+        return None, ()
+    quantized = in_its_form(name, list(found.values()), forms)
+    if quantized is not None:
+        return quantized, ()
+    parts = float_parts(layer, "weight", found)
+    if forms.quantization is not None:
+        return None, [quantizable(part).to(device) for part in parts]
+    return None, [as_dtype(part, checkpoint.model.dtype, HALF_DTYPES, device) for part in parts]
+
+
+def in_its_form(name: str, parts: Sequence[Tensor | Blocks], forms: LinearForms) -> Sequence[QuantizedWeight] | None:
+    """As `quantized_parts`, of the layer called `name`."""
+    with op_errors_about(f"model: cannot read {name}"):
+        return quantized_parts(parts, forms.quantization)
+
+
+def set_floats(
+    checkpoint: CheckpointTensors, layer_name: str, kind: str, device: str, kept: Sequence[torch.dtype] = ()
+) -> None:
+    """Replace the parameter `kind` of a layer, unless there are problems. kept: dtypes that are not converted to that
+    of the model."""
+    model = checkpoint.model
+    layer = model.get_submodule(layer_name)
+    found = checkpoint.read_parameter(layer_name, kind)
+    if found is None:
+        return
+    parts = [as_dtype(part, model.dtype, kept, device) for part in float_parts(layer, kind, found)]
+    if kind == "bias" and isinstance(layer, SlicedLinear) and not layer.adds_bias:
+        layer.register_parameter("bias", None)
+    else:
+        set_parameter(model, f"{layer_name}.{kind}", parts[0].contiguous() if len(parts) == 1 else torch.cat(parts))
+
+
 def set_parameter(model: NativeCausalLM, name: str, weight: Tensor) -> None:
     """Replace a parameter wherever it is used; a tied parameter is used in two places."""
     old = model.get_parameter(name)
@@ -238,3 +267,31 @@ def set_parameter(model: NativeCausalLM, name: str, weight: Tensor) -> None:
         for attribute, parameter in list(module.named_parameters(recurse=False)):
             if parameter is old:
                 setattr(module, attribute, new)
+
+
+def float_parts(layer: nn.Module, kind: str, found: dict[str, Any]) -> list[Tensor]:
+    """The parameter `kind` of a layer in parts that lie one below the other. found: as `read_parameter` gives it."""
+    floats = [floats_of(*each) for each in found.items()]
+    return layer.parts_from_checkpoint(kind, floats) if isinstance(layer, SlicedLinear) else floats
+
+
+def as_dtype(part: Tensor, dtype: torch.dtype, kept: Sequence[torch.dtype], device: str) -> Tensor:
+    """On the device, and in this dtype, if its own is none of `kept`."""
+    return part.to(device, part.dtype if part.dtype in kept else dtype)
+
+
+def floats_of(name: str, tensor: Tensor | Blocks) -> Tensor:
+    """The numbers of a weight. Raises as `refuse_codes` does."""
+    found = as_float(tensor)
+    refuse_codes(name, found)
+    return found
+
+
+def refuse_codes(name: str, weight: Tensor) -> None:
+    """Raise ValueError for a weight of integers, or of floats of 8 bits: codes that mean something by scales which
+    config.json does not know."""
+    if not weight.is_floating_point() or weight.itemsize == 1:
+        raise ValueError(
+            f"model: expected {name} in floats of 16 bits or more, as config.json has no quantization_config for it, "
+            f"got {weight.dtype}"
+        )

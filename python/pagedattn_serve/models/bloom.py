@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows, NativeCausalLM
+from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.layers import InterleavedQKVLinear, attention, check_epsilon, chunk_by_rows, of_rows
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 from pagedattn_serve.models.stages import Trunk
 

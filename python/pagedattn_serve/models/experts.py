@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pagedattn_ext import ops
+from pagedattn_serve.errors import op_errors_about
 from pagedattn_serve.models.linear import (
     PANEL,
     Int4Linear,
@@ -158,10 +159,8 @@ def pack_projection(name: str, module: Any, projection: str, forms: LinearForms)
     bias = getattr(module, f"{projection}_bias").detach() if module.has_bias else None
     form = FORMS[forms.of(f"{name}.{projection}", weight.shape[2])]
     delattr(module, projection)
-    try:
+    with op_errors_about(f"quantization: {name}.{projection}"):
         packed = form(weight.unbind(), bias)
-    except ValueError as error:
-        raise ValueError(f"quantization: {name}.{projection}: {str(error).partition(': ')[2]}") from None
     del weight
     give_back_freed_memory()
     return packed

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows, NativeCausalLM
+from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.layers import (
     ACTIVATIONS,
     TransposedLinear,
@@ -16,6 +16,7 @@ from pagedattn_serve.models.layers import (
     chunk_by_rows,
     of_rows,
 )
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, one_after_another
 from pagedattn_serve.models.stages import Trunk
 

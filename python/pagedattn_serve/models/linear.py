@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pagedattn_ext import ops
 from pagedattn_ext.huge_pages import empty_huge_pages
+from pagedattn_serve.errors import op_errors_about
 from pagedattn_serve.models.quantization import (
     GROUP_SIZE,
     Int4Weight,
@@ -133,12 +134,10 @@ class LinearForms:
         form = self.of(name, linear.in_features)
         if form is PackedLinear:
             return PackedLinear(parts, bias)
-        try:
+        with op_errors_about(f"quantization: {name}"):
             if form is Int8Linear:
                 return Int8Linear(parts, bias)
             return Int4Linear([quantize_int4(part) for part in parts], bias)
-        except ValueError as error:
-            raise ValueError(f"quantization: {name}: {str(error).partition(': ')[2]}") from None
 
     def describe(self, in_features: dict[str, int]) -> str:
         """The forms in words, of layers with so many inputs."""

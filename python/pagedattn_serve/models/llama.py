@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows, NativeCausalLM
+from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.layers import (
     GATED_ACTIVATIONS,
     FusedLinear,
@@ -24,6 +24,7 @@ from pagedattn_serve.models.layers import (
     chunk_by_rows,
     of_rows,
 )
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import SINGLE, Partition, SlicedEmbedding, SlicedLinear
 from pagedattn_serve.models.rope import max_position
 from pagedattn_serve.models.stages import Trunk

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows, NativeCausalLM
+from pagedattn_serve.models.causal_lm import AttentionMetadata, KVCache, LastRows
 from pagedattn_serve.models.layers import ACTIVATIONS, FusedLinear, attention, choose_activation, chunk_by_rows, of_rows
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import SINGLE, Embedding, Partition, SlicedEmbedding, SlicedLinear
 from pagedattn_serve.models.stages import Trunk
 

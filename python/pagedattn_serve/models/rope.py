@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 # How many positions have their angles in memory at once, in fp32 and several times: a model may know millions.
 POSITIONS_AT_ONCE = 1 << 16
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.execution.model_runner import ModelRunner, StepInputs
-from pagedattn_serve.models.causal_lm import NativeCausalLM
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.scheduling.sequence import ScheduledBatch
 from pagedattn_serve.verification.conditions import ALONE, Condition, run_cases

@@ -14,6 +14,7 @@ from ._cache_error import CacheError
 from ._inference_mode import in_inference_mode
 from ._step import Row, Step
 from ._watched_cache import WatchedCache
+from ._written_slots import WrittenSlots
 
 NO_BLOCK = -1  # in a drawn table: a block that was given back, such as one behind a window
 
@@ -46,15 +47,10 @@ class CacheSanitizer:
         self._kept: Collection[int] = set()
         self._loose: set[int] = set()  # lost their last owner and are neither kept nor poisoned
         self._poisoned: set[int] = set()
-        # By block and by cache, a bit for each slot of the block: that is written; that an op has written. Of what came
-        # otherwise, such as a copy of a block, nobody knows how many slots were.
-        self._written: list[list[int]] = [[] for _ in range(num_blocks)]
-        self._seen: list[list[int]] = [[] for _ in range(num_blocks)]
-        self._whole: set[int] = set()  # of the blocks with all slots written in all caches, those that were met
-        self._before: dict[int, list[int]] = {}  # what was written in a renewed block, which may still be copied from
+        self._written = WrittenSlots(num_blocks, block_size)
         self._prints: dict[int, Tensor] = {}  # of shared and kept blocks; -1 in caches where not all is written
         self._step = Step([], [], block_size)
-        self._accesses: list[Access] = []
+        self._accesses: list[Access] = []  # the last ones, until owners change or something counts as written no more
 
     # ---- what there is ----------------------------------------------------------------------------------------------
 
@@ -70,9 +66,7 @@ class CacheSanitizer:
         cache = WatchedCache(number, key_cache, value_cache, layer, self.num_blocks, self.block_size)
         self._caches.append(cache)
         self._cache_at |= {tensor.data_ptr(): cache for tensor in cache.tensors}
-        for slots in (*self._written, *self._seen):
-            slots.append(0)
-        self._whole.clear()
+        self._written.add_cache()
         self._accesses = []
 
     def has(self, cache: Tensor) -> bool:
@@ -133,14 +127,15 @@ class CacheSanitizer:
         """Blocks were taken for other tokens: what they hold counts as never written. An allocator that does not know
         owners calls this, beside `draw`; without such calls `draw` takes each block as renewed that nobody had and that
         was not kept."""
+        blocks = self._known(blocks, "renewed")
         self._tells_renewals = True
         self._renew(blocks)
 
     @in_inference_mode
     def loaded(self, blocks: Iterable[int]) -> None:
         """Something that is not watched has written all of these blocks, in all caches, such as a copy from disk."""
-        for block in blocks:
-            self._set_written(block, [self._all_slots] * len(self._caches))
+        for block in self._known(blocks, "loaded"):
+            self._written.fill(block)
             self._poisoned.discard(block)
             self._prints.pop(block, None)
 
@@ -152,8 +147,8 @@ class CacheSanitizer:
             for i in range(num_tokens // self.block_size, len(table)):
                 if table[i] != NO_BLOCK and self._owners[table[i]] == {owner}:
                     kept = slots_between(0, num_tokens - i * self.block_size, self.block_size)
-                    seen = [slots & kept for slots in self._seen[table[i]]]
-                    self._set_written(table[i], [slots & kept for slots in self._written[table[i]]], seen)
+                    self._written.keep_only(table[i], kept)
+        self._accesses = []
 
     @in_inference_mode
     def draw(
@@ -210,13 +205,14 @@ class CacheSanitizer:
         """At the end of a step: fill the blocks that lost their last owner. Until then they may be copied from."""
         blocks = [block for block in self._loose if not self._owners[block] and block not in self._kept]
         self._loose.clear()
-        self._before.clear()
+        self._written.end_step()
         if blocks:
             for cache in self._caches:
                 cache.poison(blocks)
             for block in blocks:
-                self._set_written(block, [0] * len(self._caches))
+                self._written.keep_only(block, 0)
             self._poisoned |= set(blocks)
+            self._accesses = []
 
     @in_inference_mode
     def verify(self, op: str = "verify") -> None:
@@ -238,8 +234,7 @@ class CacheSanitizer:
         """`writing`. What is returned is called once the kernel has run."""
         cache = self._cache_at[key_cache.data_ptr()]
         access = self._find_access((slots,)) or self._check_slots(slots, op, cache.layer)
-        size = self.block_size
-        shared = [s for s in access.shared if self._seen[s // size][cache.number] >> s % size & 1]
+        shared = [slot for slot in access.shared if self._written.is_by_op(slot, cache.number)]
         return partial(self._end_write, cache, access, shared, cache.tokens(shared), op)
 
     def check_read(
@@ -291,15 +286,14 @@ class CacheSanitizer:
     def copied(self, key_cache: Tensor, pairs: Tensor, op: str = "copy") -> None:
         """Before blocks are copied within a registered layer. pairs: [num_pairs, 2], (source, target)."""
         cache = self._cache_at[key_cache.data_ptr()]
+        self._accesses = []
         for source, target in pairs.tolist():
             self._known((source, target), op)
-            before = self._before.get(source)
-            if not self._owners[source] and before is None and source in self._poisoned:
+            if not self._owners[source] and source in self._poisoned:
                 raise CacheError(op, "a block is read that is free", block=source, layer=cache.layer)
             if not self._owners[target]:
                 raise CacheError(op, "a block is written that is free", block=target, layer=cache.layer)
-            written = self._written[source][cache.number] | (0 if before is None else before[cache.number])
-            self._set_written_in(cache, target, written)
+            self._written.copy(source, target, cache.number)
 
     @in_inference_mode
     def copied_in(self, cache: Tensor, blocks: Tensor, op: str = "copy") -> None:
@@ -308,7 +302,7 @@ class CacheSanitizer:
         for block in self._known(blocks.tolist(), op):
             if not self._owners[block]:
                 raise CacheError(op, "a block is written that is free", block=block, layer=layer.layer)
-            self._set_written_in(layer, block, self._all_slots)
+            self._written.fill_in(block, layer.number)
 
     # ---- owners -----------------------------------------------------------------------------------------------------
 
@@ -361,34 +355,10 @@ class CacheSanitizer:
         blocks = list(blocks)
         self._verify_poison([block for block in blocks if block in self._poisoned], "renewed")
         for block in blocks:
-            self._before.setdefault(block, self._written[block])
-            self._set_written(block, [0] * len(self._caches))
+            self._written.renew(block)
             self._poisoned.discard(block)
             self._prints.pop(block, None)
-
-    # ---- what is written --------------------------------------------------------------------------------------------
-
-    @property
-    def _all_slots(self) -> int:
-        return (1 << self.block_size) - 1
-
-    def _set_written(self, block: int, slots: list[int], seen: list[int] | None = None) -> None:
-        """The slots of a block that are written, in each cache, and those that an op has written; default none."""
-        self._written[block], self._seen[block] = slots, [0] * len(slots) if seen is None else seen
-        self._whole.discard(block)
         self._accesses = []
-
-    def _set_written_in(self, cache: WatchedCache, block: int, slots: int) -> None:
-        """`_set_written` in one cache."""
-        self._written[block][cache.number], self._seen[block][cache.number] = slots, 0
-        self._whole.discard(block)
-        self._accesses = []
-
-    def _is_whole(self, block: int) -> bool:
-        """Whether all slots are written, in all caches."""
-        if block not in self._whole and self._written[block].count(self._all_slots) == len(self._caches):
-            self._whole.add(block)
-        return block in self._whole
 
     # ---- what nobody may write to -----------------------------------------------------------------------------------
 
@@ -422,7 +392,7 @@ class CacheSanitizer:
         """A number of what each block holds in each cache, [len(blocks), num_caches]; -1 if not all is written."""
         prints = torch.full((len(blocks), len(self._caches)), -1)
         for cache in self._caches if blocks else ():
-            is_full = torch.tensor([self._seen[block][cache.number] == self._all_slots for block in blocks])
+            is_full = torch.tensor([self._written.is_whole_by_ops(block, cache.number) for block in blocks])
             prints[:, cache.number] = torch.where(is_full, cache.fingerprints(blocks), -1)
         return prints
 
@@ -453,9 +423,7 @@ class CacheSanitizer:
         """shared: those of the slots whose tokens others read as well. before: what they held."""
         if shared:
             self._check_unchanged(cache, shared, before, op)
-        for block, slots, _ in access.parts:
-            self._written[block][cache.number] |= slots
-            self._seen[block][cache.number] |= slots
+        self._written.write(access.parts, cache.number)
 
     def _check_unchanged(self, cache: WatchedCache, shared: list[int], before: list[Tensor], op: str) -> None:
         for old, new in zip(before, cache.tokens(shared), strict=True):
@@ -506,7 +474,7 @@ class CacheSanitizer:
                     raise CacheError(op, problem, owner=owners[row], block=block, layer=layer)
                 if not self._owners[block]:
                     self._check_owned([block * self.block_size + max(first[row] - start, 0)], op, layer, "is read")
-                if not self._is_whole(block):
+                if not self._written.is_whole(block):
                     end = lens[row] - num_new[row]
                     old = slots_between(first[row] - start, end - start, self.block_size)
                     parts.append(Part(block, old, owners[row] if step.tables else None))
@@ -531,7 +499,7 @@ class CacheSanitizer:
 
     def _check_written(self, cache: WatchedCache, access: Access, op: str) -> None:
         for block, slots, owner in access.parts:
-            missing = slots & ~self._written[block][cache.number]
+            missing = self._written.missing(block, cache.number, slots)
             if missing:
                 slot = block * self.block_size + (missing & -missing).bit_length() - 1
                 owner = self._only_owner(block) if owner is None else owner

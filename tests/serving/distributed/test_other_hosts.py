@@ -14,23 +14,25 @@ from functools import partial
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint, run, token_ids
+from checkpoints import Checkpoint
+from engine_runs import run, token_ids
 from failing_ranks import (
     GREEDY,
     add,
     error_of,
     expect_death_amid_a_step,
+    expect_step_fails,
     fail_on_rank_0,
     interrupt_at_places,
 )
-from faulty_rank import HAS_OTHER_INPUTS, RAISES, STOPS
+from faulty_rank import HAS_OTHER_INPUTS, STOPS
 from remote_rank import LocalPlacement
-from server_process import AT_ONCE_SECONDS, is_running, wait_for
+from server_process import is_running, wait_for
 from test_interrupts import ROOT, expect_nothing_left
 from warm_ranks import StartedRanks, memfds
 
 from pagedattn_serve import LLMEngine, SamplingParams
-from pagedattn_serve.distributed import communicator, workers
+from pagedattn_serve.distributed import communicator, launch, workers
 from pagedattn_serve.distributed.activity import MAX_LOOKS
 from pagedattn_serve.errors import ExecutorDeadError
 
@@ -49,7 +51,7 @@ def start(
     num_started, before = len(ranks.processes), memfds()
 
     def start(num_ranks: int, faults: dict[int, str] | None = None, **options: Any) -> LLMEngine:
-        monkeypatch.setattr(workers, "RayPlacement", partial(LocalPlacement, ranks, 2, faults or {}))
+        monkeypatch.setattr(launch, "RayPlacement", partial(LocalPlacement, ranks, 2, faults or {}))
         return LLMEngine(llama.path, **{**OPTIONS, "tensor_parallel_size": num_ranks, **options})
 
     yield start
@@ -83,15 +85,7 @@ def test_a_step_that_fails_on_a_rank(
         ranks.fault = "tokens"
     engine = start(4, {rank: "tokens"})
     place = " on 127.0.0.1" if rank > 1 else ""
-    add(engine, *llama.prompts[:2])
-    engine.step()
-    engine.add_request("bad", None, GREEDY, [1, RAISES])
-    started = time.monotonic()
-    assert error_of(engine.step) == (
-        f"RuntimeError: rank {rank} (process {ranks.pids[rank - 4]}{place}): MemoryError: no memory amid a step"
-    )
-    assert time.monotonic() - started < AT_ONCE_SECONDS
-    assert len(engine.fail_batch("it failed")) == 3
+    expect_step_fails(engine, llama.prompts[:2], f"rank {rank} (process {ranks.pids[rank - 4]}{place})")
     expect_right_tokens(engine, llama)
 
 
@@ -130,7 +124,7 @@ def test_a_rank_that_is_killed_before_the_first_step(start: Callable[..., LLMEng
         start(2, {1: fault})
 
 
-def test_a_rank_that_is_killed_as_it_joins(start: Callable[..., LLMEngine], ranks: StartedRanks) -> None:
+def test_a_rank_that_is_killed_as_it_joins(start: Callable[..., LLMEngine]) -> None:
     """Rank 1 waits for it, and rank 0 for rank 1."""
     started = time.monotonic()
     with pytest.raises(ExecutorDeadError, match=r"^rank 3 \(process \d+ on 127.0.0.1\) has ended$"):

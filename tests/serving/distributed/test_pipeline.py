@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint, finish_all, run, token_ids
+from checkpoints import Checkpoint
 from embedders import expect_embeddings
+from engine_runs import finish_all, run, token_ids
 from failing_ranks import (
     GREEDY,
     add,
@@ -27,7 +28,7 @@ from warm_ranks import StartedRanks, memfds
 
 from pagedattn_ext.sanitizer import CacheError
 from pagedattn_serve import EngineArgs, LLMEngine, RequestOutput, SamplingParams
-from pagedattn_serve.distributed import communicator, pipeline, workers
+from pagedattn_serve.distributed import communicator, launch, pipeline, workers
 from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
 from pagedattn_serve.distributed.pipeline import PipelineCommunicator, cut
 from pagedattn_serve.errors import ArgumentError
@@ -176,7 +177,7 @@ def start(
         options: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, pipeline_parallel_size=num_stages)
         if num_hosts > 1:
             faults = {1: fault}
-            monkeypatch.setattr(workers, "RayPlacement", partial(LocalPlacement, ranks, num_hosts, faults))
+            monkeypatch.setattr(launch, "RayPlacement", partial(LocalPlacement, ranks, num_hosts, faults))
             options["distributed_executor_backend"] = "ray"
         ranks.fault = fault
         return LLMEngine(uneven.path, **options)
@@ -259,7 +260,7 @@ def test_interrupts(engine: LLMEngine, uneven: Checkpoint, joins: bool) -> None:
 def test_an_error_of_the_start(
     uneven: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(workers, "RayPlacement", partial(LocalPlacement, ranks, 3, {}))
+    monkeypatch.setattr(launch, "RayPlacement", partial(LocalPlacement, ranks, 3, {}))
     num_started = len(ranks.processes)
     with pytest.raises(ArgumentError, match=f"^{message}$"):
         LLMEngine(uneven.path, **options)
@@ -269,4 +270,4 @@ def test_an_error_of_the_start(
 def test_stages_are_on_cpus() -> None:
     parallel = EngineArgs("model", pipeline_parallel_size=2).create_engine_configs().parallel
     with pytest.raises(ArgumentError, match=r"^pipeline_parallel_size: expected 1 on cuda, as stages .*, got 2$"):
-        workers.choose_launch(parallel, "cuda")
+        launch.choose_launch(parallel, "cuda")

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoint, run, token_ids
-from failing_ranks import GREEDY, add, error_of, expect_death_amid_a_step, fail_on_rank_0
+from checkpoints import Checkpoint
+from engine_runs import run, token_ids
+from failing_ranks import GREEDY, add, error_of, expect_death_amid_a_step, expect_step_fails, fail_on_rank_0
 from faulty_rank import RAISES, STOPS
 from gloo_rank import use_gloo
 from remote_rank import LocalPlacement
@@ -24,7 +25,7 @@ from warm_ranks import StartedRanks
 
 from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve import engine as engine_module
-from pagedattn_serve.distributed import communicator, process_group, workers
+from pagedattn_serve.distributed import communicator, launch, process_group, workers
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, connect_backend
 from pagedattn_serve.errors import ExecutorDeadError
 
@@ -47,7 +48,7 @@ def start(
         finally:
             ranks.fault = None
 
-    monkeypatch.setattr(workers, "start_process", start_process)
+    monkeypatch.setattr(launch, "start_process", start_process)
 
     def start(fault: str | None, **options: Any) -> LLMEngine:
         ranks.fault = fault
@@ -81,15 +82,7 @@ def test_tokens_are_those_of_hugging_face(start: Callable[..., LLMEngine], llama
 def test_a_step_that_fails_on_a_rank(start: Callable[..., LLMEngine], llama: Checkpoint, ranks: StartedRanks) -> None:
     """The error is that of the rank, also for ranks that wait for it; and all ranks go on in a new group."""
     engine = start("tokens", tensor_parallel_size=4)
-    add(engine, *llama.prompts[:3])
-    engine.step()
-    engine.add_request("bad", None, GREEDY, [1, RAISES])
-    started = time.monotonic()
-    assert error_of(engine.step) == (
-        f"RuntimeError: rank 1 (process {ranks.pids[-3]}): MemoryError: no memory amid a step"
-    )
-    assert time.monotonic() - started < AT_ONCE_SECONDS
-    assert len(engine.fail_batch("it failed")) == 4
+    expect_step_fails(engine, llama.prompts[:3], f"rank 1 (process {ranks.pids[-3]})")
     expect_right_tokens(engine, llama)
 
 
@@ -97,7 +90,7 @@ def test_ranks_on_two_hosts(
     start: Callable[..., LLMEngine], llama: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are in one group, and find its store on the host of rank 0."""
-    monkeypatch.setattr(workers, "RayPlacement", partial(LocalPlacement, ranks, 2, {3: "tokens"}))
+    monkeypatch.setattr(launch, "RayPlacement", partial(LocalPlacement, ranks, 2, {3: "tokens"}))
     engine = start(None, tensor_parallel_size=4, distributed_executor_backend="ray")
     expect_right_tokens(engine, llama)
     add(engine, [1, RAISES])

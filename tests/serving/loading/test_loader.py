@@ -17,9 +17,9 @@ from checkpoints import (
     greedy_references,
     make_model,
     remove_prefix,
-    run,
-    token_ids,
 )
+from engine_runs import run, token_ids
+from quantized_checkpoints import assert_same_tensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.loader import build_model, load_model
 from pagedattn_serve.loading.weights import load_weights
-from pagedattn_serve.models.causal_lm import NativeCausalLM
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.sampling_params import SamplingParams
 
 Q, K, V = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv")
@@ -139,10 +139,11 @@ def test_a_copy_of_tied_embeddings_is_accepted(save: Save, name: str, form: str)
 
 def test_tensors_that_are_no_parameters_are_passed_over(save: Save) -> None:
     directory = save("llama-gqa")
+    expected = load_model(str(directory))
     change_weights(
         directory, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(10)})
     )
-    load_model(str(directory))
+    assert_same_tensors(load_model(str(directory)), expected)
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

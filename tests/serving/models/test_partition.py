@@ -29,11 +29,11 @@ from pagedattn_serve.models.causal_lm import (
     AttentionMetadata,
     CausalLM,
     KVCache,
-    NativeCausalLM,
     SequenceRows,
     StepStates,
 )
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
+from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import Partition, Share, one_after_another, split
 from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
 
