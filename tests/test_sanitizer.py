@@ -449,9 +449,18 @@ def test_other_ops():
         attend(caches, 4, (2,))
         with pytest.raises(CacheError, match=r"never written .*slot 20"):
             attend(caches, 5, (2,))
-        for source, target in zip(allocate_kv_cache(4, 2, 16, 8)[0], caches, strict=True):
+        elsewhere = allocate_kv_cache(4, 2, 16, 8)[0]
+        for source, target in zip(elsewhere, caches, strict=True):
             ops.swap_blocks(source.zero_(), target, torch.tensor([[0, 3]]))
         attend(caches, 8, (3,))
+        sanitizer.freed("b", [3])
+        with pytest.raises(CacheError, match=r"copy_blocks: a block is written that is free .*block 3"):
+            ops.copy_blocks([elsewhere[0], keys], [elsewhere[1], values], torch.tensor([[1, 3]]))
+        ops.swap_blocks(keys, elsewhere[0], torch.tensor([[2, 0]]))
+        with pytest.raises(CacheError, match=r"swap_blocks: a block is read that is free .*block 3"):
+            ops.swap_blocks(keys, elsewhere[0], torch.tensor([[3, 0]]))
+        with pytest.raises(CacheError, match=r"swap_blocks: expected blocks from 0 to 3 .*block 4"):
+            ops.swap_blocks(keys, elsewhere[0], torch.tensor([[4, 0]]))
 
 
 def test_pages_of_one_token():
@@ -539,6 +548,47 @@ def test_forked_sequences_share_until_one_copies():
             write(caches, [10], 2.0)
         with pytest.raises(CacheError, match="two tokens go to one slot, in the block of a and b"):
             write(caches, [11, 11])
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_copies_onto_what_others_read(is_whole):
+    """A copy-on-write that takes a block which two have. Before both have written, it may be a copy for both."""
+    sanitizer, caches = make_layer()
+    keys, values = caches
+    elsewhere = allocate_kv_cache(4, 2, 16, 8)[0][0]
+    with watching(sanitizer):
+        sanitizer.allocated("b", [2])
+        sanitizer.forked("b", "c")
+        ops.copy_blocks([keys], [values], torch.tensor([[0, 2]]))
+        write(caches, range(16, 24) if is_whole else [16])
+        with pytest.raises(CacheError, match=r"copy_blocks: a block was overwritten that belongs to b and c .*block 2"):
+            ops.copy_blocks([keys], [values], torch.tensor([[0, 2]]))
+        with pytest.raises(CacheError, match=r"swap_blocks: a block was overwritten that belongs to b and c .*block 2"):
+            ops.swap_blocks(elsewhere, keys, torch.tensor([[0, 2]]))
+
+
+def test_a_swap_between_caches_of_two_allocators():
+    """Each looks at its own: the one that is read at what it freed, the other at what is written."""
+    (sanitizer, caches), (other, others) = make_layer(), make_layer()
+    with watching(sanitizer), watching(other):
+        ops.swap_blocks(caches[0], others[0], torch.tensor([[0, 1]]))
+        sanitizer.freed("a", [0])
+        with pytest.raises(CacheError, match=r"swap_blocks: a block is read that is free .*block 0"):
+            ops.swap_blocks(caches[0], others[0], torch.tensor([[0, 1]]))
+        with pytest.raises(CacheError, match=r"swap_blocks: a block is written that is free .*block 3"):
+            ops.swap_blocks(caches[0], others[0], torch.tensor([[1, 3]]))
+
+
+def test_a_cache_that_is_registered_late():
+    """When blocks of the other caches are shared already."""
+    sanitizer, caches = make_layer()
+    sanitizer.shared("b", [0])
+    sanitizer.register(*allocate_kv_cache(4, 2, 16, 8)[0])
+    sanitizer.verify()
+    sanitizer.shared("c", [0])
+    caches[1][0, 0, 0, 0] += 1
+    with pytest.raises(CacheError, match=r"belonged to a and b and c .*layer 0"):
+        sanitizer.verify()
 
 
 def test_what_may_be_overwritten():

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from .. import _C
 from ..cpu_graph import run_at_replays
-from ..ops._call import NAMESPACE, overloads
+from ..ops._call import NAMESPACE, overloads, tensors_in
 from ._access import ReadRows, Told
 from ._sanitizer import CacheSanitizer
 from ._watched_cache import slot_dim_of
@@ -49,9 +49,9 @@ def watch(sanitizer: CacheSanitizer) -> None:
         _active.add(sanitizer)
         if _library is None:
             _library = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
-            for name, (cache, check) in WATCHED.items():
+            for name, (caches, check) in WATCHED.items():
                 op = overloads[name]
-                _library.impl(name, _kernel(name, op, cache, check), IN_FRONT.name, with_keyset=True)  # type: ignore[no-untyped-call]
+                _library.impl(name, _kernel(name, op, caches, check), IN_FRONT.name, with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 def unwatch(sanitizer: CacheSanitizer) -> None:
@@ -64,21 +64,21 @@ def unwatch(sanitizer: CacheSanitizer) -> None:
             _library = None
 
 
-def _kernel(name: str, op: Any, cache_argument: str, check: Check) -> Callable[..., Any]:
+def _kernel(name: str, op: Any, cache_arguments: tuple[str, ...], check: Check) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
-    has = CacheSanitizer.has if check in (_copies, _copies_in) else CacheSanitizer.has_slots_of  # blocks, or slots
+    has = CacheSanitizer.has if check in (_copies, _swaps) else CacheSanitizer.has_slots_of  # blocks, or slots
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         arguments: Arguments = dict(zip(names, args, strict=False)) | kwargs
-        caches = arguments[cache_argument]
-        first = caches[0] if isinstance(caches, list) and caches else caches
-        found = [sanitizer for sanitizer in _active if isinstance(first, Tensor) and has(sanitizer, first)]
+        caches = tensors_in([arguments[argument] for argument in cache_arguments])
+        found = [sanitizer for sanitizer in _active if any(has(sanitizer, cache) for cache in caches)]
         if not found:
             return op.redispatch(keys.remove(IN_FRONT), *args, **kwargs)
         begin = _begin_at_replays if _C.CpuGraph.is_capturing() else _begin
-        end = begin(found[0], name, check, arguments)
+        ends = [begin(sanitizer, name, check, arguments) for sanitizer in found]
         results = op.redispatch(keys.remove(IN_FRONT), *args, **kwargs)
-        end()
+        for end in ends:
+            end()
         return results
 
     return kernel
@@ -173,12 +173,14 @@ def _copies(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> None:
             sanitizer.copied(key_cache, arguments["block_mapping"], name)
 
 
-def _copies_in(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> None:
+def _swaps(sanitizer: CacheSanitizer, name: str, arguments: Arguments) -> None:
     source, target, pairs = arguments["src"], arguments["dst"], arguments["block_mapping"]
-    if sanitizer.has(source):
-        sanitizer.copied(target, pairs, name)
-    else:
+    if not sanitizer.has(target):
+        sanitizer.copied_out(source, pairs[:, 0], name)
+    elif not sanitizer.has(source):
         sanitizer.copied_in(target, pairs[:, 1], name)
+    else:
+        sanitizer.copied(target, pairs, name)
 
 
 def _cache_of(arguments: Arguments) -> Tensor:
@@ -224,17 +226,17 @@ def _first_seen(arguments: Arguments, lens: list[int]) -> list[int]:
     return first
 
 
-# By op: the argument by which the caches are known, and what is checked at a call.
-WATCHED: dict[str, tuple[str, Check]] = {
-    "paged_attention_v1": ("key_cache", _reads),
-    "paged_attention_v2": ("key_cache", _reads),
-    "paged_attention": ("key_cache", _reads),
-    "mla_attention": ("kv_c_cache", _reads),
-    "append_and_attend": ("key_cache", _appends),
-    "reshape_and_cache": ("key_cache", _writes),
-    "reshape_and_cache_flash": ("key_cache", _writes),
-    "concat_and_cache_mla": ("kv_cache", _writes),
-    "gather_cached_kv": ("key_cache", _gathers),
-    "copy_blocks": ("key_caches", _copies),
-    "swap_blocks": ("dst", _copies_in),
+# By op: the arguments by which the caches are known, and what is checked at a call.
+WATCHED: dict[str, tuple[tuple[str, ...], Check]] = {
+    "paged_attention_v1": (("key_cache",), _reads),
+    "paged_attention_v2": (("key_cache",), _reads),
+    "paged_attention": (("key_cache",), _reads),
+    "mla_attention": (("kv_c_cache",), _reads),
+    "append_and_attend": (("key_cache",), _appends),
+    "reshape_and_cache": (("key_cache",), _writes),
+    "reshape_and_cache_flash": (("key_cache",), _writes),
+    "concat_and_cache_mla": (("kv_cache",), _writes),
+    "gather_cached_kv": (("key_cache",), _gathers),
+    "copy_blocks": (("key_caches",), _copies),
+    "swap_blocks": (("src", "dst"), _swaps),
 }

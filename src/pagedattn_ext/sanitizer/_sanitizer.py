@@ -67,6 +67,7 @@ class CacheSanitizer:
         self._caches.append(cache)
         self._cache_at |= {tensor.data_ptr(): cache for tensor in cache.tensors}
         self._written.add_cache()
+        self._prints = {block: torch.cat([of_block, torch.tensor([-1])]) for block, of_block in self._prints.items()}
         self._accesses = []
 
     def has(self, cache: Tensor) -> bool:
@@ -289,20 +290,37 @@ class CacheSanitizer:
         self._accesses = []
         for source, target in pairs.tolist():
             self._known((source, target), op)
-            if not self._owners[source] and source in self._poisoned:
-                raise CacheError(op, "a block is read that is free", block=source, layer=cache.layer)
-            if not self._owners[target]:
-                raise CacheError(op, "a block is written that is free", block=target, layer=cache.layer)
+            self._check_source(source, cache, op)
+            self._check_target(target, cache, op)
             self._written.copy(source, target, cache.number)
 
     @in_inference_mode
     def copied_in(self, cache: Tensor, blocks: Tensor, op: str = "copy") -> None:
         """Before blocks of a registered cache are written whole, with what lay elsewhere. It counts as written."""
-        layer = self._cache_at[cache.data_ptr()]
+        watched = self._cache_at[cache.data_ptr()]
         for block in self._known(blocks.tolist(), op):
-            if not self._owners[block]:
-                raise CacheError(op, "a block is written that is free", block=block, layer=layer.layer)
-            self._written.fill_in(block, layer.number)
+            self._check_target(block, watched, op)
+            self._written.fill_in(block, watched.number)
+
+    def copied_out(self, cache: Tensor, blocks: Tensor, op: str = "copy") -> None:
+        """Before blocks of a registered cache are copied elsewhere."""
+        watched = self._cache_at[cache.data_ptr()]
+        for block in self._known(blocks.tolist(), op):
+            self._check_source(block, watched, op)
+
+    def _check_source(self, block: int, cache: WatchedCache, op: str) -> None:
+        """That a block may be copied: until the end of a step even one that was freed."""
+        if not self._owners[block] and block in self._poisoned:
+            raise CacheError(op, "a block is read that is free", block=block, layer=cache.layer)
+
+    def _check_target(self, block: int, cache: WatchedCache, op: str) -> None:
+        """That a block may be written as a whole."""
+        if not self._owners[block]:
+            raise CacheError(op, "a block is written that is free", block=block, layer=cache.layer)
+        if len(self._owners[block]) > 1 and self._written.has_any_by_ops(block, cache.number):
+            raise CacheError(
+                op, f"a block was overwritten that belongs to {self._names(block)}", block=block, layer=cache.layer
+            )
 
     # ---- owners -----------------------------------------------------------------------------------------------------
 

@@ -42,6 +42,10 @@ class WrittenSlots:
         block, offset = divmod(slot, self._block_size)
         return bool(self._by_ops[block][cache] >> offset & 1)
 
+    def has_any_by_ops(self, block: int, cache: int) -> bool:
+        """Whether ops have written a slot, in one cache."""
+        return self._by_ops[block][cache] != 0
+
     def is_whole_by_ops(self, block: int, cache: int) -> bool:
         """Whether ops have written all slots, in one cache."""
         return self._by_ops[block][cache] == self._all
