@@ -11,7 +11,7 @@ import torch
 from op_table import OPS
 from torch import Tensor
 
-from pagedattn_ext import SharedMemoryGroup
+from pagedattn_ext import SharedMemoryGroup, ops
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN_BYTES = (0x7F, 0xFF)  # NaN in both float8 formats
@@ -145,8 +145,6 @@ def to_device(arguments: Mapping[str, object], device: torch.device) -> dict[str
 
 def for_wrapper(op: str, arguments: Mapping[str, object]) -> dict[str, object]:
     """Of a raw op's arguments those that the wrapper takes."""
-    from pagedattn_ext import ops
-
     return only(inspect.signature(getattr(ops, op)).parameters, arguments)
 
 
@@ -160,8 +158,6 @@ def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, err
 
     `arguments` are the raw op's; the wrapper gets those that it knows.
     """
-    from pagedattn_ext import ops
-
     # What was put in place of a valid argument may be written for the CPU.
     device = next((tensor.device for tensor in tensors_in(arguments) if tensor.is_cuda), torch.device("cpu"))
     arguments = to_device(arguments, device)

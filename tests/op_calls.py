@@ -110,8 +110,7 @@ def packed_int4(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) 
 
 def make_arguments(call: str, num_tokens: int = 3) -> dict:
     """Small valid arguments of the raw op of one of CALLS, for at least 3 tokens or rows, with 3 more blocks of 16.
-    Each
-    row belongs to a sequence of its own; the sequences have 5, 17, 32, 5, ... tokens."""
+    Each row belongs to a sequence of its own; the sequences have 5, 17, 32, 5, ... tokens."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -120,6 +119,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
     n, num_blocks = num_tokens, num_tokens + 3
     every_third = torch.arange(n) % 3
     offsets = torch.tensor([0, 1, 1, n], dtype=torch.int32)  # of 3 experts
+    start_loc = torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32)  # the second sequence has no rows
     paged = {
         "query": normal(n, 4, 16),
         "key_cache": normal(num_blocks, 2, 4, 16, 4),
@@ -162,20 +162,19 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
     gated = {"out": torch.zeros(n, 8), "input": normal(n, 16)}
     plain = {"out": torch.zeros(n, 16), "input": normal(n, 16)}
     norm = {"input": normal(n, 16), "weight": normal(16), "epsilon": 1e-6}
-    sequences = {  # the second has no rows, the last is padding
-        "query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+    sequences = {  # the last is padding
+        "query_start_loc": start_loc,
         "state_indices": torch.tensor([*range(n, 1, -1), -1]),
         "has_initial_state": every_third > 0,
     }
     arguments = {
         "paged_attention_v1": v1,
         "paged_attention_v2": v1 | partitions | {"tmp_out": torch.zeros(n, 4, 1, 16)},
-        "paged_attention": paged
-        | {"query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32), "max_seq_len": 32},
+        "paged_attention": paged | {"query_start_loc": start_loc, "max_seq_len": 32},
         "varlen_attention": {
             "query": paged["query"],
             **{name: normal(2 * n, 2, 16) for name in ("key", "value")},
-            "query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+            "query_start_loc": start_loc,
             "key_start_loc": torch.tensor([0, 2, 4, *range(6, 2 * n + 1, 2)], dtype=torch.int32),
             "scale": 0.25,
             "max_seq_len": 6,
@@ -187,8 +186,8 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             ),
             "cached_lens": paged["seq_lens"] - torch.tensor([1, 0, 2], dtype=torch.int32)[every_third],
             **key_value,
-            "query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
-            "key_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+            "query_start_loc": start_loc,
+            "key_start_loc": start_loc.clone(),
         },
         "mla_attention": {
             **{name: paged[name] for name in ("block_tables", "seq_lens", "scale")},
@@ -196,7 +195,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "q_pe": normal(n, 4, 4),
             "kv_c_cache": normal(num_blocks, 16, 16),
             "k_pe_cache": normal(num_blocks, 16, 4),
-            "query_start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+            "query_start_loc": start_loc,
         },
         "merge_attn_states": {
             "output": torch.zeros(n, 4, 16),
@@ -218,7 +217,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
         "copy_blocks": caches | {"block_mapping": mapping},
         "swap_blocks": {"src": cache, "dst": normal(num_blocks, 2, 16, 16), "block_mapping": mapping},
         "batch_positions": {
-            "start_loc": torch.tensor([0, 1, 1, *range(3, n + 1)], dtype=torch.int32),
+            "start_loc": start_loc,
             "first_positions": paged["seq_lens"],
             "num_tokens": n + 1,
         },
@@ -419,7 +418,7 @@ def positional(name: str, arguments: dict) -> tuple[tuple, dict]:
     return tuple(arguments[name] for name in names), {k: v for k, v in arguments.items() if k not in names}
 
 
-# What each wrapper is called with, of the raw op's arguments; it allocates `out` and infers the rest.
+# Arguments of the raw ops that the wrappers do not take: a wrapper allocates or infers them.
 INFERRED = {"out", "num_kv_heads", "block_size", "exp_sums", "max_logits", "tmp_out", "output", "output_lse", "valid"}
 
 

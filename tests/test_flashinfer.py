@@ -183,6 +183,11 @@ def test_shared_workspace() -> None:
     prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE, kv_layout="NHD", backend="fa2")
     decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, use_tensor_cores=True, backend="fa2")
     decode._int_workspace_buffer = prefill._int_workspace_buffer
+    batch = Batch([7, 4])
+    q = rows([1] * 2, HEADS)
+    decode.plan(**batch.plan)
+    expected, _ = attend_all(q, batch.key, batch.value, causal=True)
+    assert_close_to_reference(decode.run(torch.cat(q), batch.cache), expected)
 
 
 # ---- the cache, and merges -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from . import ops
 from ._index_checks import check_indices, check_starts, num_seqs_of
 from .ops import _call
-from .ops._call import to_int
+from .ops._call import to_int64
 
 T = TypeVar("T")
 
@@ -141,7 +141,7 @@ def check_scales(function: Callable[..., Any], **scales: float | Tensor) -> None
         elif not isinstance(scale, Real):
             raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}")
         elif isinstance(scale, int):
-            to_int(function.__qualname__, name, scale)
+            to_int64(function.__qualname__, name, scale)
 
 
 def packed_heads(tensor: Tensor) -> Tensor:

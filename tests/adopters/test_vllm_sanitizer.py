@@ -35,7 +35,7 @@ def watched(llm: LLM) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Qwen3", "Mistral"])
-def test_what_is_right_is_left_alone(start: Callable[[str], Any], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_right_is_left_alone(start: Callable[[str], Any], kind: str) -> None:
     """With chunks, prefixes and preemptions, and with a window. Each op of each layer was looked at."""
     from small_checkpoints import generate
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 import transformers
-from checkpoints import MAX_LEN, SMALL, VOCAB_SIZE, run, token_ids
+from checkpoints import MAX_LEN, SMALL, VOCAB_SIZE
+from engine_runs import run, token_ids
 from test_transformers_models import (
     EXPERTS,
     LAYERS,

@@ -2,6 +2,8 @@
 left alone. fp8 caches, into which reshape_and_cache rounds, have test_fp8_cache.py.
 """
 
+from collections.abc import Callable
+
 import pytest
 import reference
 import torch
@@ -42,14 +44,6 @@ def make_caches(
     return make_cache_pair(layout, num_blocks, num_kv_heads, head_size, block_size, make, block_gap)
 
 
-def draw_block_size(draw: st.DrawFn, layout: str) -> int:
-    return draw(st.sampled_from([1, 2, 4, 8, 16, 32, 64, 256]) if layout == "chunked" else st.integers(1, 300))
-
-
-def draw_slot_dtype(draw: st.DrawFn, slots: list[int]) -> torch.dtype:
-    return draw(st.sampled_from([torch.int64, torch.int32])) if min(slots, default=0) >= -(2**31) else torch.int64
-
-
 def make_reshape_arguments(
     device,
     dtype,
@@ -78,6 +72,32 @@ def make_reshape_arguments(
     }
 
 
+@st.composite
+def reshape_arguments(
+    draw: st.DrawFn, device: torch.device, slots_of: Callable[[int], st.SearchStrategy[list[int]]]
+) -> dict:
+    """Those of `make_reshape_arguments`, all drawn. `slots_of(num_slots)` draws the slots, of so many in the caches."""
+    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS))
+    block_sizes = st.sampled_from([1, 2, 4, 8, 16, 32, 64, 256]) if layout == "chunked" else st.integers(1, 300)
+    block_size, num_blocks = draw(block_sizes), draw(st.integers(1, 6))
+    slots = draw(slots_of(block_size * num_blocks))
+    slot_dtypes = [torch.int64, torch.int32] if min(slots, default=0) >= -(2**31) else [torch.int64]
+    return make_reshape_arguments(
+        device,
+        dtype,
+        slots,
+        num_kv_heads=draw(st.integers(1, 4)),
+        head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 512 * dtype.itemsize // 16)),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        gaps=draw(st.sampled_from([(0, 0), (1, 8), (24, 33)])),
+        block_gap=draw(st.sampled_from([0, 3, 512])),
+        seed=draw(st.integers(0, 99)),
+        layout=layout,
+        slot_dtype=draw(st.sampled_from(slot_dtypes)),
+    )
+
+
 def assert_block_gaps_untouched(*caches: torch.Tensor) -> None:
     if caches[0].untyped_storage().data_ptr() == caches[1].untyped_storage().data_ptr():
         assert_row_gap_untouched(*caches)  # the two lie in each other's gaps
@@ -97,33 +117,20 @@ def assert_reshape_and_cache(arguments: dict, op: str = "reshape_and_cache") -> 
 # ---- reshape_and_cache ---------------------------------------------------------------------------------------------
 
 
-@given(st.data())
-def test_reshape_and_cache(device, data):
-    """Runs of slots, lone slots and padding in any order."""
-    draw = data.draw
-    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS))
-    block_size, num_blocks = draw_block_size(draw, layout), draw(st.integers(1, 6))
-    all_slots = range(block_size * num_blocks)
-    slots = draw(st.permutations(all_slots)) if draw(st.booleans()) else list(all_slots)
-    begin, end = sorted((draw(st.integers(0, len(slots))), draw(st.integers(0, len(slots)))))
+@st.composite
+def slots_to_write(draw: st.DrawFn, num_slots: int) -> list[int]:
+    """Runs of slots, lone slots and padding in any order, no slot twice."""
+    slots = draw(st.permutations(range(num_slots))) if draw(st.booleans()) else list(range(num_slots))
+    begin, end = sorted((draw(st.integers(0, num_slots)), draw(st.integers(0, num_slots))))
     slots = slots[begin:end]
     for token in draw(st.lists(st.integers(0, len(slots) - 1), max_size=5)) if slots else []:
         slots[token] = draw(st.sampled_from([-1, -7, -(2**31), -(2**40)]))
-    arguments = make_reshape_arguments(
-        device,
-        dtype,
-        slots,
-        num_kv_heads=draw(st.integers(1, 4)),
-        head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 512 * dtype.itemsize // 16)),
-        block_size=block_size,
-        num_blocks=num_blocks,
-        gaps=draw(st.sampled_from([(0, 0), (1, 8), (24, 33)])),
-        block_gap=draw(st.sampled_from([0, 3, 512])),
-        seed=draw(st.integers(0, 99)),
-        layout=layout,
-        slot_dtype=draw_slot_dtype(draw, slots),
-    )
-    assert_reshape_and_cache(arguments)
+    return slots
+
+
+@given(st.data())
+def test_reshape_and_cache(device, data):
+    assert_reshape_and_cache(data.draw(reshape_arguments(device, slots_to_write)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -186,33 +193,16 @@ def test_wrapper_of_reshape_and_cache(device):
 
 
 @st.composite
-def gathered(draw: st.DrawFn, device: torch.device) -> dict:
-    """The arguments of gather_cached_kv: any slots, some of them twice, and padding."""
-    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS))
-    block_size, num_blocks = draw_block_size(draw, layout), draw(st.integers(1, 6))
-    last_slot = block_size * num_blocks - 1
-    begin, end = sorted((draw(st.integers(0, last_slot)), draw(st.integers(0, last_slot))))
-    slot = st.integers(0, last_slot) | st.sampled_from([-1, -(2**40)])
-    slots = [*range(begin, end), *draw(st.lists(slot, max_size=40))]
-    return make_reshape_arguments(
-        device,
-        dtype,
-        slots,
-        num_kv_heads=draw(st.integers(1, 4)),
-        head_size=16 // dtype.itemsize * draw(st.integers(1, 8) | st.integers(1, 512 * dtype.itemsize // 16)),
-        block_size=block_size,
-        num_blocks=num_blocks,
-        gaps=draw(st.sampled_from([(0, 0), (1, 8), (24, 33)])),
-        block_gap=draw(st.sampled_from([0, 3, 512])),
-        seed=draw(st.integers(0, 99)),
-        layout=layout,
-        slot_dtype=draw_slot_dtype(draw, slots),
-    )
+def slots_to_gather(draw: st.DrawFn, num_slots: int) -> list[int]:
+    """Any slots, some of them twice, and padding."""
+    begin, end = sorted((draw(st.integers(0, num_slots - 1)), draw(st.integers(0, num_slots - 1))))
+    slot = st.integers(0, num_slots - 1) | st.sampled_from([-1, -(2**40)])
+    return [*range(begin, end), *draw(st.lists(slot, max_size=40))]
 
 
 @given(st.data())
 def test_gather_cached_kv(device, data):
-    arguments = data.draw(gathered(device))
+    arguments = data.draw(reshape_arguments(device, slots_to_gather))
     expected = reference.gather_cached_kv(**arguments)
     caches_before = arguments["key_cache"].clone(), arguments["value_cache"].clone()
     OPS.gather_cached_kv(**arguments)

@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import tqdm.std
-from checkpoints import Checkpoint, finish_all, token_ids
+from checkpoints import Checkpoint
+from engine_runs import finish_all, token_ids
 from test_progress import on_terminal
 from torch.autograd import grad_mode
 from torch.utils import _python_dispatch

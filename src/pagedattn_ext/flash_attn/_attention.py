@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from .. import ops
 from .._adapters import call_as, check_ranks, expect_defaults, kept, starts_of_equal
 from .._index_checks import check_indices, num_seqs_of, values_are_checked
-from ..ops._call import check_bool, check_tensors, to_int
+from ..ops._call import check_bool, check_tensors, to_int, to_int64
 from ._arguments import (
     OF_BATCHES,
     OF_CACHES,
@@ -314,7 +314,7 @@ def flash_attn_with_kvcache(
     if cache_seqlens is None:
         cache_seqlens = block_table.shape[1] * k_cache.shape[1]
     if not isinstance(cache_seqlens, Tensor):
-        cache_seqlens = to_int(function.__name__, "cache_seqlens", cache_seqlens)
+        cache_seqlens = to_int64(function.__name__, "cache_seqlens", cache_seqlens)
         cache_seqlens = torch.full((num_seqs,), cache_seqlens, device=q.device)
     check_indices(function, "cache_seqlens", cache_seqlens, num_seqs)
     sinks, names = sinks_of(function, q, names, learnable_sink=learnable_sink, s_aux=s_aux, sinks=sinks)

@@ -240,8 +240,6 @@ def _check_int_dtype(op: str, name: str, value: Tensor) -> None:
 def to_int(op: str, name: str, value: Any) -> int:
     """For functions that compute with an argument. Takes what torch would take as an int, but no bool."""
     if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{op}: {name}: expected an int of 64 bits, got {value}")
         return value  # type: ignore[return-value]
     if isinstance(value, Tensor):
         _check_int_dtype(op, name, value)
@@ -249,6 +247,14 @@ def to_int(op: str, name: str, value: Any) -> int:
         with suppress(TypeError):  # as of an array
             return index(value)
     raise TypeError(f"{op}: {name}: expected an int, got {type(value).__name__}")
+
+
+def to_int64(op: str, name: str, value: Any) -> int:
+    """`to_int`, for what becomes an element of a tensor."""
+    number = to_int(op, name, value)
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        raise ValueError(f"{op}: {name}: expected an int of 64 bits, got {number}")
+    return number
 
 
 def _kernel_for_negated(name: str, op: Any) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from async_runs import TIMEOUT, Runner, expect_nothing_left, fake_execute, greedy, handed_over, play, read, until
-from checkpoints import completions, finish_all, run
+from engine_runs import completions, finish_all, run
 from warm_python import run_python
 
 from pagedattn_serve import (

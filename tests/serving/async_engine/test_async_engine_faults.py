@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from async_runs import Runner, expect_nothing_left, greedy, handed_over, play, read, until
-from checkpoints import completions, finish_all, run
+from engine_runs import completions, finish_all, run
 
 from pagedattn_serve import AsyncLLMEngine, EngineDeadError, LLMEngine, RequestOutput, SamplingParams
 

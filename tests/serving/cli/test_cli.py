@@ -263,7 +263,7 @@ def test_an_interrupt_while_it_generates() -> None:
     assert (process.returncode, stderr) == (130, "")
 
 
-def test_the_handler_of_interrupts_is_put_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_handler_of_interrupts_is_put_back() -> None:
     handler = signal.getsignal(signal.SIGINT)
     assert main(["info"]) == 0 and main(["info", "no/such/model"]) == 2
     assert signal.getsignal(signal.SIGINT) is handler

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoint, run, token_ids
+from checkpoints import Checkpoint
 from embedders import expect_embeddings
+from engine_runs import run, token_ids
 from server_process import children_of, is_running, wait_for
 from warm_ranks import StartedRanks, memfds
 

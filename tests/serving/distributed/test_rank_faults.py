@@ -13,18 +13,19 @@ from typing import Any
 import httpx
 import pytest
 from async_runs import play, read
-from checkpoints import Checkpoint, token_ids
+from checkpoints import Checkpoint
+from engine_runs import token_ids
 from failing_ranks import (
     GREEDY,
     add,
     error_of,
     expect_death_amid_a_step,
+    expect_step_fails,
     fail_on_rank_0,
     interrupt_at_places,
 )
 from faulty_rank import HAS_OTHER_INPUTS, IS_KILLED, RAISES, STOPS
 from server_process import (
-    AT_ONCE_SECONDS,
     STOP_SECONDS,
     WAIT_SECONDS,
     children_of,
@@ -71,15 +72,7 @@ def finish(engine: LLMEngine) -> dict[str, list[int]]:
 def test_a_step_that_fails_on_a_rank(start: Callable[..., LLMEngine], llama: Checkpoint, ranks: StartedRanks) -> None:
     """The error is that of the rank. Its requests end, and all others go on: with the right tokens, as if anew."""
     engine = start("tokens")
-    add(engine, *llama.prompts[:3])
-    engine.step()
-    engine.add_request("bad", None, GREEDY, [1, RAISES])
-    started = time.monotonic()
-    assert error_of(engine.step) == (
-        f"RuntimeError: rank 1 (process {ranks.pids[-1]}): MemoryError: no memory amid a step"
-    )
-    assert time.monotonic() - started < AT_ONCE_SECONDS
-    assert len(engine.fail_batch("it failed")) == 4
+    expect_step_fails(engine, llama.prompts[:3], f"rank 1 (process {ranks.pids[-1]})")
     add(engine, *llama.prompts[:3])
     assert finish(engine) == {str(i): llama.expected[i][:6] for i in range(3)}
     expect_nothing_left(engine)

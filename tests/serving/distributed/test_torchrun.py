@@ -10,7 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from checkpoints import Checkpoint, run, token_ids
+from checkpoints import Checkpoint
+from engine_runs import run, token_ids
 from server_process import SLOW_COMMAND, running
 from torch.distributed import TCPStore
 from warm_python import run_python

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import TOKENIZER_SIZE, Checkpoint, completions, make_model, make_tokenizer, put_bos_first
+from checkpoints import TOKENIZER_SIZE, Checkpoint, make_model, make_tokenizer, put_bos_first
+from engine_runs import completions
 from tool_models import make_tool_model
 
 from pagedattn_serve.config import DEMO_MODEL

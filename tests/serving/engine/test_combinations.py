@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoint, run, token_ids
+from checkpoints import Checkpoint
+from engine_runs import run, token_ids
 from transformers import PreTrainedModel
 
 from pagedattn_serve.engine import LLMEngine

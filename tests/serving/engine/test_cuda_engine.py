@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, SMALL, Checkpoint, completions, run, token_ids
+from checkpoints import FAMILIES, SMALL, Checkpoint
+from engine_runs import completions, run, token_ids
 
 from pagedattn_serve import DEMO_MODEL, SamplingParams, StructuredOutput
 from pagedattn_serve.engine import LLMEngine

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import MAX_LEN, VOCAB_SIZE, Checkpoint, change_config, finish_all, make_model
+from checkpoints import MAX_LEN, VOCAB_SIZE, Checkpoint, change_config, make_model
 from embedders import make_embedder, make_reranker, reference_embeddings, reference_scores, write_modules
+from engine_runs import finish_all
 from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer

@@ -9,18 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import (
-    BEGINNING,
-    SMALL,
-    TOKENIZER_SIZE,
-    Checkpoint,
-    completions,
-    finish_all,
-    make_model,
-    run,
-    token_ids,
-    words,
-)
+from checkpoints import BEGINNING, SMALL, TOKENIZER_SIZE, Checkpoint, make_model
+from engine_runs import completions, finish_all, run, token_ids, words
 from transformers import PreTrainedTokenizerBase
 
 from pagedattn_serve.engine import LLMEngine

@@ -5,7 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint, finish_all, run
+from checkpoints import Checkpoint
+from engine_runs import finish_all, run
 
 from pagedattn_serve import DEMO_MODEL, LLM
 from pagedattn_serve.engine import LLMEngine

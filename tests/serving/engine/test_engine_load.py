@@ -5,10 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from checkpoints import (
-    completions,
-    run,
-)
+from engine_runs import completions, run
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
-    SPEECH,
-    Checkpoint,
-    completions,
-    make_model,
-    run,
-    token_ids,
-)
+from checkpoints import SPEECH, Checkpoint, make_model
+from engine_runs import completions, run, token_ids
 
 import pagedattn_ext
 from pagedattn_serve.engine import LLMEngine
@@ -84,7 +78,7 @@ def test_device_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [choose_device(name) for name in ("auto", "cuda", "cuda:1", "cpu")] == ["cuda", "cuda", "cuda:1", "cpu"]
 
 
-def test_a_model_without_a_tokenizer_and_one_from_elsewhere(llama: Checkpoint, text_model: str, tmp_path: Path) -> None:
+def test_a_model_without_a_tokenizer_and_one_from_elsewhere(text_model: str, tmp_path: Path) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(Path(text_model) / name, tmp_path)
     assert LLMEngine(str(tmp_path)).tokenizer is None

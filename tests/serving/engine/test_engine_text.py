@@ -18,15 +18,11 @@ from checkpoints import (
     SPEECH,
     TOKENIZER_SIZE,
     Checkpoint,
-    completions,
     make_model,
     make_speaking_model,
     make_tokenizer,
-    run,
-    speak,
-    speech_ids,
-    words,
 )
+from engine_runs import completions, run, speak, speech_ids, words
 from hypothesis import given
 from hypothesis import strategies as st
 

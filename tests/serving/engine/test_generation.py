@@ -16,13 +16,11 @@ from checkpoints import (
     VOCAB_SIZE,
     Checkpoint,
     change_config,
-    finish_all,
     greedy_reference,
     greedy_references,
     make_model,
-    run,
-    token_ids,
 )
+from engine_runs import finish_all, run, token_ids
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM

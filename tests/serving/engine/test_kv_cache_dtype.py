@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoint, change_config, convert_to_bin, make_model, run, token_ids
+from checkpoints import Checkpoint, change_config, convert_to_bin, make_model
+from engine_runs import run, token_ids
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM

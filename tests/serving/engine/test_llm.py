@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import Checkpoint, completions, token_ids
+from checkpoints import Checkpoint
+from engine_runs import completions, token_ids
 
 from pagedattn_serve import LLM, LLMEngine, PoolingParams, SamplingParams
 from pagedattn_serve.engine_args import EngineArgs

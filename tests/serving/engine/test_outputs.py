@@ -9,7 +9,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from checkpoints import BEGINNING, SMALL, Checkpoint, run, speak
+from checkpoints import BEGINNING, SMALL, Checkpoint
+from engine_runs import run, speak
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.llm import LLM

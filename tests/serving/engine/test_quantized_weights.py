@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import VARIANTS, Checkpoint, finish_all, greedy_reference, make_model, run, token_ids
+from checkpoints import VARIANTS, Checkpoint, greedy_reference, make_model
+from engine_runs import finish_all, run, token_ids
 from quantized_checkpoints import linear_layers, matrix, quantize_inputs, set_matrix
 from torch import nn
 from transformers import AutoModelForCausalLM, Olmo2Config

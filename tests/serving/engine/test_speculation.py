@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import (
-    FAMILIES,
-    MAX_LEN,
-    Checkpoint,
-    completions,
-    finish_all,
-    greedy_reference,
-    make_speaking_model,
-    run,
-    token_ids,
-)
+from checkpoints import FAMILIES, MAX_LEN, Checkpoint, greedy_reference, make_speaking_model
+from engine_runs import completions, finish_all, run, token_ids
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules

@@ -9,7 +9,8 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
-from checkpoints import Checkpoint, completions, finish_all, run
+from checkpoints import Checkpoint
+from engine_runs import completions, finish_all, run
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from checkpoints import FAMILIES, VARIANTS, Checkpoint, run, token_ids
+from checkpoints import FAMILIES, VARIANTS, Checkpoint
+from engine_runs import run, token_ids
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.execution import decode_graphs

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import TOKENIZER_SIZE, Checkpoint, finish_all, make_model, make_tokenizer, token_ids
+from checkpoints import TOKENIZER_SIZE, Checkpoint, make_model, make_tokenizer
+from engine_runs import finish_all, token_ids
 from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 

@@ -6,7 +6,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
-from faulty_rank import IS_KILLED
+from faulty_rank import IS_KILLED, RAISES
 from server_process import AT_ONCE_SECONDS
 from test_interrupts import Places, chosen, expect_nothing_left, shortest
 from warm_ranks import memfds
@@ -36,6 +36,18 @@ def fail_on_rank_0(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch, pytest.raises(MemoryError, match=r"^no memory on rank 0$"):
         patch.setattr(engine.model_runner.model, "forward", fail)
         engine.step()
+
+
+def expect_step_fails(engine: LLMEngine, prompts: list[list[int]], rank: str) -> None:
+    """The step in which a rank raises says so, soon, and ends all requests, also those of these prompts, which ran
+    before. rank: as errors call the rank, with its process."""
+    add(engine, *prompts)
+    engine.step()
+    engine.add_request("bad", None, GREEDY, [1, RAISES])
+    started = time.monotonic()
+    assert error_of(engine.step) == f"RuntimeError: {rank}: MemoryError: no memory amid a step"
+    assert time.monotonic() - started < AT_ONCE_SECONDS
+    assert len(engine.fail_batch("it failed")) == len(prompts) + 1
 
 
 def expect_death_amid_a_step(engine: LLMEngine, death: str) -> None:

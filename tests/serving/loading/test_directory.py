@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from checkpoints import run, token_ids
+from engine_runs import run, token_ids
 from huggingface_hub import constants
 
 from pagedattn_serve.engine import LLMEngine

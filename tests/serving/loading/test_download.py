@@ -12,7 +12,8 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint, run, token_ids
+from checkpoints import Checkpoint
+from engine_runs import run, token_ids
 from huggingface_hub import constants
 
 from pagedattn_serve.engine import LLMEngine

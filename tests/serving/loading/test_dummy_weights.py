@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoint, change_config, run, token_ids
+from checkpoints import Checkpoint, change_config
+from engine_runs import run, token_ids
 from transformers import AutoConfig
 
 from pagedattn_serve.config import DEMO_MODEL

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoint, completions, greedy_reference, token_ids
+from checkpoints import Checkpoint, greedy_reference
+from engine_runs import completions, token_ids
 
 from pagedattn_serve import DEMO_MODEL, LLM, LLMEngine, SamplingParams
 from pagedattn_serve.loading.generation_config import eos_token_ids, generation_defaults

@@ -8,7 +8,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import greedy_references, make_model, run, token_ids
+from checkpoints import greedy_references, make_model
+from engine_runs import run, token_ids
 from gguf_files import make_gemma, write_gguf
 from quantized_checkpoints import assert_same_tensors
 from transformers import PreTrainedModel

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import change_config, convert_to_bin, make_model, remove_prefix, run
+from checkpoints import change_config, convert_to_bin, make_model, remove_prefix
+from engine_runs import run
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from quantized_checkpoints import SHAPES, assert_same_tensors, pack

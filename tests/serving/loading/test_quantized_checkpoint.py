@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoint, change_config, greedy_reference, run, token_ids
+from checkpoints import Checkpoint, change_config, greedy_reference
+from engine_runs import run, token_ids
 from quantized_checkpoints import (
     AWQ,
     CONFIGS,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import run
+from engine_runs import run
 from test_transformers_models import Save, make_model, model_of, prompts_of, save
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

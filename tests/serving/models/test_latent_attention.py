@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import SMALL, run, token_ids
+from checkpoints import SMALL
+from engine_runs import run, token_ids
 from test_partition import on_one
 from test_transformers_models import GREEDY, make_model, model_of, prompts_of, references
 from transformers import PreTrainedModel

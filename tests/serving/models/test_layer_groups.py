@@ -4,7 +4,8 @@ their windows give what `generate` gives, however their blocks come and go."""
 from typing import Any
 
 import pytest
-from checkpoints import SMALL, run, token_ids
+from checkpoints import SMALL
+from engine_runs import run, token_ids
 from test_transformers_models import GREEDY, make_model, prompts_of, references
 
 from pagedattn_serve.cli import main

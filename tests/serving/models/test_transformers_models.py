@@ -18,9 +18,8 @@ from checkpoints import (
     convert_to_bin,
     greedy_reference,
     make_tokenizer,
-    run,
-    token_ids,
 )
+from engine_runs import run, token_ids
 from safetensors.torch import load_file, save_file
 from test_interrupts import OF_PROGRESS, Places, in_another_thread
 from test_progress import on_terminal

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import SMALL, finish_all, greedy_references, run, token_ids
+from checkpoints import SMALL, greedy_references
+from engine_runs import finish_all, run, token_ids
 from test_transformers_models import EXPERTS, Save, prompts_of, references, save
 from torch import Tensor, nn
 from warm_ranks import StartedRanks

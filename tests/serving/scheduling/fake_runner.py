@@ -8,7 +8,7 @@ hash, so a request gets the same ones whoever runs beside it.
 
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 
 from fake_cache import FakeCache
@@ -68,6 +68,20 @@ class FakeModel:
         return sorted(scored, key=lambda each: -each[1])[: row.num_candidates]
 
 
+def value_of_salt(salt: str) -> int:
+    """What the first token of a request comes after."""
+    return int.from_bytes(salt.encode())
+
+
+def values_after(value: int, token_ids: Iterable[int]) -> list[int]:
+    """What the cache is to hold for each of these tokens, which come after the token of this value."""
+    values = []
+    for token in token_ids:
+        value = hash((value, token))
+        values.append(value)
+    return values
+
+
 def prompt_logprob(value: int) -> Logprob:
     """What a row with this hash says of the prompt's next token: a number that fp32 holds."""
     return Logprob(float(value % 2**24), 1)
@@ -116,9 +130,8 @@ class FakeRunner:
         """What the cache is to hold for each of its tokens."""
         values = self.values_of.setdefault(sequence, [])
         if len(values) < sequence.num_tokens:
-            for token in sequence.tokens(len(values), sequence.num_tokens):
-                before = values[-1] if values else int.from_bytes(sequence.cache_salt.encode())
-                values.append(hash((before, token)))
+            before = values[-1] if values else value_of_salt(sequence.cache_salt)
+            values += values_after(before, sequence.tokens(len(values), sequence.num_tokens))
         return values
 
     def execute(self, batch: ScheduledBatch) -> SamplerOutput:
@@ -190,9 +203,7 @@ class FakeRunner:
     def _history(self, scheduled: ScheduledSequence) -> list[int]:
         """What the cache is to hold for a sequence when its rows of the step are written, drafts included."""
         history = self.values(scheduled.sequence)[: scheduled.sequence.num_computed_tokens + scheduled.num_new_tokens]
-        for token in scheduled.draft_token_ids:
-            history.append(hash((history[-1], token)))
-        return history
+        return history + values_after(history[-1], scheduled.draft_token_ids)
 
     def _report_prompts(self, batch: ScheduledBatch, output: SamplerOutput) -> None:
         """Each row says how likely the prompt's next token was."""

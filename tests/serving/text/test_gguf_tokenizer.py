@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_metaspace_tokenizer, make_model, make_tokenizer, run
+from checkpoints import make_metaspace_tokenizer, make_model, make_tokenizer
+from engine_runs import run
 from gguf_files import tokenizer_fields, write_gguf
 from transformers import PreTrainedTokenizerBase
 

@@ -233,7 +233,7 @@ def test_a_reranker(tmp_path: Path, serve: Callable[..., AbstractContextManager[
             assert result["relevance_score"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_embeddings_of_a_model_that_generates(demo: Any, demo_engine: LLMEngine) -> None:
+def test_embeddings_of_a_model_that_generates(demo: Any) -> None:
     """Beside a completion, whose answer they do not change."""
     before = demo.answer("/v1/completions", prompt="A class", max_tokens=8, temperature=0)["choices"]
     [found] = demo.answer(EMBEDDINGS, input="A class")["data"]
