@@ -7,20 +7,26 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from checks import assert_same_bits
-from op_calls import CALLS, make_arguments, op_of, raw_op, tensors_in
+from op_calls import CALLS, PACKING, SCHEMA_OF, call_wrapper, make_arguments, op_of, raw_op, tensors_in
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedattn_ext import CPUGraph, ops
+from pagedattn_ext.cpu_graph import run_at_replays
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
+
+
+RUN_AT_CAPTURES = ("batch_positions", "compute_slot_mapping", "consecutive_block_tables")
 
 
 def make_layer() -> tuple[Tensor, Tensor]:
@@ -71,7 +77,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def tensors_of(arguments: dict[str, Any], result: Any) -> list[Tensor]:
-    return [*tensors_in(arguments), *tensors_in({"result": result})]
+    return [*tensors_in(arguments), *tensors_in({"result": [*result] if isinstance(result, tuple) else result})]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -131,6 +137,62 @@ def test_arguments_are_checked_at_capture() -> None:
         out = ops.linear_packed(input, packed, 32)
     graph.replay()
     assert_same_bits(out, ops.linear_packed(input, packed, 32))
+
+
+@pytest.fixture
+def new_memory_is_full() -> Iterator[None]:
+    """Of NaN and of the greatest ints: what lies in new memory is not luck."""
+    torch.use_deterministic_algorithms(True)  # torch.utils.deterministic.fill_uninitialized_memory is True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEMA_OF if name not in [*RUN_AT_CAPTURES, *PACKING]])
+@pytest.mark.usefixtures("new_memory_is_full")
+def test_what_wrappers_allocate_is_zeros_until_replay(name: str) -> None:
+    """Probabilities, and tokens and flags alike. (Packed weights are in zeros of mmap, which no capture sees.)"""
+    arguments = make_arguments(name)
+    given = {tensor.data_ptr() for tensor in tensors_in(arguments)}
+    with torch.inference_mode(), CPUGraph().capture():
+        result = call_wrapper(name, arguments)
+    for tensor in tensors_of({}, result):
+        if tensor.data_ptr() not in given:
+            assert tensor.count_nonzero() == 0
+
+
+@pytest.mark.usefixtures("new_memory_is_full")
+def test_allocations_of_torch_are_zeros_until_replay() -> None:
+    ints = torch.ones(3, 4, dtype=torch.int64)
+    with CPUGraph().capture():
+        results = [
+            torch.empty(3, dtype=torch.bool),
+            torch.empty_like(ints),
+            torch.empty_permuted((2, 3), (1, 0), dtype=torch.int32),
+            torch.empty_strided((2, 3), (1, 2), dtype=torch.complex64),
+            ints.new_empty(3),
+            ints.new_empty_strided((2, 3), (1, 2)),
+        ]
+    assert not any(tensor.any() for tensor in results)
+
+
+@pytest.mark.usefixtures("new_memory_is_full")
+def test_sampled_tokens_are_looked_up() -> None:
+    """Behind the op that samples them: any op of torch that takes indices."""
+    generator = torch.Generator().manual_seed(0)
+    table, logits = torch.randn(100, 8, generator=generator), torch.randn(4, 100, generator=generator)
+
+    def step() -> list[Tensor]:
+        tokens, is_valid = ops.sample_from_probs(ops.softmax(logits), seed=1)
+        last = logits.gather(1, tokens.long()[:, None])
+        return [table[tokens.long()], functional.embedding(tokens, table), last, tokens * is_valid]
+
+    graph = CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        results = step()
+    logits.copy_(torch.randn(4, 100, generator=generator))
+    graph.replay()
+    for mine, eager in zip(results, step(), strict=True):
+        assert_same_bits(mine, eager)
 
 
 def test_results_are_zeros_until_replay() -> None:
@@ -570,6 +632,159 @@ def test_views_in_place() -> None:
         (input + 1).resize_(100_000)
 
 
+# ---- ops that call ops ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    """Of a framework: it goes with the test."""
+    with torch.library._scoped_library("framework", "FRAGMENT") as library:
+        yield library
+
+
+def define(library: torch.library.Library, schema: str, function: Callable[..., Any]) -> Any:
+    library.define(schema)
+    name = schema.partition("(")[0]
+    library.impl(name, function, "CPU")
+    return getattr(torch.ops.framework, name)
+
+
+def test_an_op_of_others_that_calls_ops_of_this_package(library: torch.library.Library) -> None:
+    """One replay does what one call does, to results, to what the op writes, and to no memory of its temporaries."""
+
+    def function(x: Tensor, states: Tensor, weight: Tensor) -> Tensor:
+        return ops.silu_and_mul(ops.gelu_new(ops.causal_conv1d(x, states, weight)))
+
+    op = define(library, "layer(Tensor x, Tensor(a!) states, Tensor weight) -> Tensor", function)
+    generator = torch.Generator().manual_seed(0)
+    x, states, weight = (torch.randn(*shape, generator=generator) for shape in ((64, 32), (64, 32, 3), (32, 4)))
+    before = states.clone()
+
+    def step() -> Tensor:
+        return ops.gelu_new(op(ops.gelu_new(x), states, weight))
+
+    graph = CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        out = step()
+    others = [torch.full((64, size), torch.nan) for size in (16, 32) for _ in range(50)]  # where temporaries were
+    for _ in range(2):
+        states.copy_(before)
+        graph.replay()
+        after = states.clone()
+        states.copy_(before)
+        assert_same_bits(out, step())
+        assert_same_bits(after, states)
+        x.neg_()
+    assert all(other.isnan().all() for other in others)
+
+
+def test_an_op_of_others_that_is_called_like_an_allocation(library: torch.library.Library) -> None:
+    op = define(library, "new_empty(Tensor x) -> Tensor", lambda x: x * 2)
+    x, graph = torch.ones(2, 16), CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        out = op(x)
+    x.neg_()
+    graph.replay()
+    assert_same_bits(out, x * 2)
+
+
+def test_an_op_of_others_that_raises(library: torch.library.Library) -> None:
+    """If the error is caught within the capture, the ops behind are captured."""
+
+    def function(x: Tensor) -> Tensor:
+        return ops.rms_norm(x, torch.ones(3))
+
+    op = define(library, "raises(Tensor x) -> Tensor", function)
+    x, graph = torch.ones(2, 16), CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        with pytest.raises(ValueError, match="rms_norm: weight: expected shape"):
+            op(x)
+        out = ops.gelu_new(x)
+    assert out.count_nonzero() == 0
+    x.neg_()
+    graph.replay()
+    assert_same_bits(out, ops.gelu_new(x))
+
+
+def test_an_op_of_others_with_a_graph_of_its_own(library: torch.library.Library) -> None:
+    """It captures, replays, and calls ops on another thread, at a capture as ever."""
+    hidden: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        graph = CPUGraph()
+        with graph.capture():
+            out = ops.gelu_new(x)
+        graph.replay()
+        thread = threading.Thread(target=lambda: hidden.append(ops.gelu_new(out)))
+        thread.start()
+        thread.join()
+        return hidden.pop()
+
+    op = define(library, "with_graph(Tensor x) -> Tensor", function)
+    x, graph = torch.ones(2, 16), CPUGraph()
+    replayed: list[float] = []
+    with torch.inference_mode(), graph.capture():
+        out = op(x)
+        run_at_replays(lambda: replayed.append(out[0, 0].item()))
+        twice = ops.gelu_new(out)
+    assert_same_bits(out, function(x))
+    assert twice.count_nonzero() == 0
+    x.neg_()
+    graph.replay()
+    assert_same_bits(out, function(x))
+    assert_same_bits(twice, ops.gelu_new(function(x)))
+    assert replayed == [function(x)[0, 0].item()]
+
+
+# ---- autocast ------------------------------------------------------------------------------------------------------
+
+
+def test_replay_where_autocast_is_on() -> None:
+    """Nothing is cast that was not at the capture."""
+    _, input = make_layer()
+    layer, graph = torch.nn.Linear(16, 16), CPUGraph()
+
+    def step() -> Tensor:
+        return ops.gelu_new(layer(input) @ input.T)
+
+    with torch.inference_mode(), graph.capture():
+        out = step()
+    input.neg_()
+    with torch.autocast("cpu", torch.bfloat16):
+        graph.replay()
+        assert torch.is_autocast_enabled("cpu")
+    with torch.inference_mode():
+        assert_same_bits(out, step())
+
+
+@pytest.mark.parametrize("replays_with", [True, False])
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_capture_where_autocast_is_on(mode: Callable[[], Any], replays_with: bool) -> None:
+    """Casts are part of it, also of weights that autocast has cast before: replays read what the weights hold."""
+    _, input = make_layer()
+    first, second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+    graph = CPUGraph()
+
+    def step() -> Tensor:
+        return second(first(input)) + first(input)
+
+    with mode():
+        with torch.autocast("cpu", torch.bfloat16):
+            step()
+            with graph.capture():
+                out = step()
+        with torch.no_grad():
+            for parameter in (*first.parameters(), *second.parameters()):
+                parameter.copy_(torch.randn_like(parameter))
+            input.neg_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=replays_with):
+            graph.replay()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = step()
+    assert out.dtype == torch.bfloat16
+    assert_same_bits(out.detach(), expected.detach())
+
+
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
@@ -596,6 +811,91 @@ def test_tensors_that_are_given_other_memory() -> None:
     graph.replay()
     assert_same_bits(out, expected)
     assert all(other.isnan().all() for other in others)
+
+
+@pytest.mark.parametrize("whose", ["input", "weight", "intermediate", "result"])
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda tensor: tensor.share_memory_(),
+        lambda tensor: ForkingPickler.dumps(tensor),  # type: ignore[no-untyped-call]  # as a queue does
+        lambda tensor: tensor.untyped_storage().resize_(2 * tensor.nbytes),
+        lambda tensor: tensor.untyped_storage().resize_(0),
+        lambda tensor: tensor.data.resize_(1 << 16),
+    ],
+    ids=["share_memory_", "queue", "resize", "resize to nothing", "resize_ of a tensor"],
+)
+def test_memory_that_moves(move: Callable[[Tensor], object], whose: str) -> None:
+    """The replay raises, writes nothing and reads nothing: what was there may be others' by now."""
+    tensors = {"input": torch.ones(4, 16), "weight": torch.ones(16)}
+    graph = CPUGraph()
+    with torch.no_grad(), graph.capture():
+        tensors["intermediate"] = ops.rms_norm(tensors["input"], tensors["weight"])
+        tensors["result"] = ops.gelu_new(tensors["intermediate"] + 1)
+    graph.replay()
+    move(tensors[whose])
+    others = [torch.full((4, 16), torch.nan) for _ in range(50)]
+    others += [torch.full((16,), torch.nan) for _ in range(50)]
+    message = "CPUGraph: expected memory that stays where it was at the capture, got a tensor whose memory has moved"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=message):
+            graph.replay()
+    assert all(other.isnan().all() for other in others)
+    graph.reset()
+    tensors = {name: tensors[name].clone() for name in ("input", "weight") if whose not in ("input", "weight")}
+    if tensors:  # else what was moved may have no memory
+        with torch.no_grad(), graph.capture():
+            out = ops.rms_norm(tensors["input"], tensors["weight"])
+        graph.replay()
+        assert_same_bits(out, ops.rms_norm(tensors["input"], tensors["weight"]))
+
+
+def test_memory_that_moves_within_the_capture() -> None:
+    """Past torch's dispatcher, so that the capture does not see it."""
+    weight, graph = torch.ones(16), CPUGraph()
+    with graph.capture():
+        ops.rms_norm(torch.ones(4, 16), weight)
+        weight.share_memory_()
+        ops.rms_norm(torch.ones(4, 16), weight)
+    with pytest.raises(RuntimeError, match="got a tensor whose memory has moved"):
+        graph.replay()
+
+
+def test_two_storages_of_the_same_memory() -> None:
+    """If one of them moves, what was captured of it is elsewhere."""
+    values = numpy.ones((4, 16), dtype=numpy.float32)
+    first, second = torch.from_numpy(values), torch.from_numpy(values)
+    graph = CPUGraph()
+    with graph.capture():
+        _ = first + 1, second + 2
+    second.share_memory_()
+    with pytest.raises(RuntimeError, match="got a tensor whose memory has moved"):
+        graph.replay()
+
+
+def test_memory_that_comes_late() -> None:
+    """To a tensor without elements: at the capture, where the op is one of the graph, or after the capture."""
+    _, input = make_layer()
+    nothing, graph = torch.empty(0, 16), CPUGraph()
+    with torch.inference_mode(), graph.capture():
+        out = torch.add(input, 1, out=torch.empty(0))
+        ops.gelu_new(nothing)
+    nothing.resize_(4, 16)
+    input.neg_()
+    graph.replay()
+    assert_same_bits(out, input + 1)
+
+
+def test_a_clone_for_a_queue() -> None:
+    _, input = make_layer()
+    graph, queue = CPUGraph(), torch.multiprocessing.get_context("spawn").Queue()
+    with torch.inference_mode(), graph.capture():
+        out = ops.gelu_new(input)
+    for _ in range(2):
+        graph.replay()
+        queue.put(out.clone())
+        assert_same_bits(queue.get(), ops.gelu_new(input))
+        input.neg_()
 
 
 KEPT_BY_VALUE = """

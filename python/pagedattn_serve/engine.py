@@ -82,7 +82,8 @@ class LLMEngine:
     """Continuous batching over a paged cache. The arguments are those of `EngineArgs`, which says what they mean.
 
     Raises FileNotFoundError, ValueError and TypeError as `load_model` and the configs do. Not thread-safe, but for
-    `tokenize`, `detokenize` and `inputs`.
+    `tokenize`, `detokenize` and `inputs`. A method that changes something raises RuntimeError for a call from within a
+    call, such as one by a callable of logits_processors.
 
     KeyboardInterrupt, or another exception that is no `Exception`, may come at any point of a call. It ends all
     unfinished requests as aborted, whoever added them: their outputs are lost, their blocks are free, their ids may be

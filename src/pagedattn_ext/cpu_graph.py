@@ -19,6 +19,7 @@ from .ops._call import raise_as_marked, tensors_in
 ALLOCATIONS = (
     "empty",
     "empty_like",
+    "empty_permuted",
     "empty_strided",
     "new_empty",
     "new_empty_strided",
@@ -40,7 +41,8 @@ class CPUGraph:
 
     A replay reads and writes this memory, whatever becomes of the tensors. If a tensor is given other memory, as
     `module.half()` or `parameter.data = ...` do with weights, replays go on with the old memory, so capture anew.
-    Memory must not be resized (`Tensor.resize_`) while a graph has it.
+    Memory itself must not move while a graph has it, as it does in `Tensor.resize_`, in `Tensor.share_memory_`, and
+    when a tensor goes through a queue of `torch.multiprocessing`: put `out.clone()` there.
 
     >>> graph = CPUGraph()
     >>> with torch.inference_mode(), graph.capture():
@@ -54,10 +56,12 @@ class CPUGraph:
 
     def capture(self) -> AbstractContextManager[object]:
         """A context. Within it, on this thread, the ops of this package are captured and not run: until `replay`, the
-        floating-point tensors that they return are zeros. Ops of torch are run, and run again at each replay, unless
-        they only allocate memory or return views. Ops whose results are indices (`batch_positions`,
-        `compute_slot_mapping` and `consecutive_block_tables`) are run as well, because the ops behind them look at
-        these values.
+        tensors that they return are zeros. Ops of torch and of others are run, and run again at each replay, unless
+        they only allocate memory or return views. The ops of this package that they call are run with them. Ops whose
+        results are indices (`batch_positions`, `compute_slot_mapping` and `consecutive_block_tables`) are run as well,
+        because the ops behind them look at these values.
+
+        Under autocast its casts are captured as well, as ops of torch.
 
         Raises RuntimeError if this graph has a capture already, or if another capture is under way on this thread.
         Raises CaptureError, a RuntimeError, if a tensor is not on the CPU, or for an op that a replay could not repeat:
@@ -93,7 +97,8 @@ class CPUGraph:
         Raises ValueError with the op's own words if such a value is out of range. This op has written nothing, all ops
         before it have done their work, and none after it has run. The graph can be replayed again. Raises RuntimeError
         without a capture, after one that failed, and within one, which could not see what is replayed. Raises
-        RuntimeError if an op of torch gives a result of another shape than at the capture.
+        RuntimeError, before anything has run, if memory of the graph has moved. Raises RuntimeError if an op of torch
+        gives a result of another shape than at the capture.
         """
         if _C.CpuGraph.is_capturing():
             raise RuntimeError("CPUGraph: expected a replay outside of captures, got one within a capture")
@@ -102,7 +107,11 @@ class CPUGraph:
             raise RuntimeError(f"CPUGraph: expected a complete capture, got {got}")
         # Tensors that were made in inference mode cannot be written to outside of it. The mode is not entered twice: an
         # interrupt as the inner one is left would bring the mode back when the outer one is over.
-        with nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode():
+        inference_mode = nullcontext() if torch.is_inference_mode_enabled() else torch.inference_mode()
+        # Casts of autocast have been captured. An op gets what it got then.
+        no_autocast = torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
+        self._capture.check_memory()
+        with inference_mode, no_autocast:
             for step in self._capture.steps:
                 step()
 
@@ -130,13 +139,15 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps: list[Callable[[], None]] = []
         self.state = _State.NEW
         self.own_bytes: dict[int, int] = {}  # of memory that the captured function has allocated, by address
-        self._kept: dict[int, UntypedStorage] = {}  # by address
+        self._kept: dict[int, UntypedStorage] = {}  # all memory that has been met, by torch's own key
+        self._addresses: list[int] = []  # of what is kept, at the capture
         self._graph = _C.CpuGraph()
         self._is_ended = False
 
     def __enter__(self) -> "_Capture":
         if self.state is not _State.NEW:
             raise RuntimeError(f"CPUGraph: expected a new graph, got one with a capture that is {self.state}")
+        torch.clear_autocast_cache()  # a weight that was cast before the capture would be cast no more at replays
         self._begin()
         self.state = _State.UNDER_WAY
         _under_way.capture = self
@@ -166,6 +177,15 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.steps.append(step)
         self._begin()
 
+    def check_memory(self) -> None:
+        """Raise if memory is elsewhere than at the capture, as the ops of this package go on with the old addresses."""
+        if [*map(UntypedStorage.data_ptr, self._kept.values())] != self._addresses:
+            raise RuntimeError(
+                "CPUGraph: expected memory that stays where it was at the capture, got a tensor whose memory has moved,"
+                " as in share_memory_, in a queue of torch.multiprocessing and in resize_: capture anew, and share or "
+                "resize a clone()"
+            )
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """torch wraps this method, so that its compiler, if it compiles at the time, leaves the method alone."""
         return self._see(op, args, kwargs or {})
@@ -176,25 +196,38 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         addresses = _addresses(inputs)
         if _has_shape_by_values(op, args):
             self._refuse(f"expected shapes that do not depend on values, got {op}, whose result's does")
-        result = op(*args, **kwargs)
+        is_own = op.namespace == _C.op_namespace
+        result = op(*args, **kwargs) if is_own else self._run(op, args, kwargs)
         results = tensors_in(result)
         new = {storage.data_ptr(): storage.nbytes() for storage in self._keep(op, results)}
         self.own_bytes |= new
         if any(before not in (0, after) for before, after in zip(addresses, _addresses(inputs), strict=True)):
             self._refuse(f"expected tensors that stay in their memory, got {op}, which moves one")
-        is_captured = op.namespace == _C.op_namespace or op._opname in ALLOCATIONS
-        if is_captured:
-            for tensor in results:
-                if tensor.is_floating_point() and tensor.untyped_storage().data_ptr() in new:
-                    tensor.zero_()  # else ops of torch behind this one would be run on NaN, by luck, and might raise
+        is_allocation = op.namespace == "aten" and op._opname in ALLOCATIONS
+        for tensor in results:
+            # Else ops of torch behind this one would be run on NaN, or on indices out of range, by luck, and might
+            # raise. Ops of this package that make memory for ints have been run.
+            is_unwritten = is_allocation or (is_own and tensor.is_floating_point())
+            if is_unwritten and tensor.untyped_storage().data_ptr() in new:
+                tensor.zero_()
         is_view = torch.Tag.inplace_view in op.tags or (op.is_view and {*_addresses(results)} <= {*addresses})
-        if not is_captured and not is_view:
+        if not is_own and not is_allocation and not is_view:
             if not results:
                 self._refuse(f"expected ops that return tensors, got {op}, which a replay would miss")
             own = {id(tensor): tensor.detach() for tensor in inputs + results}  # which nobody gives other memory
             args, kwargs, results = tree_map_only(Tensor, lambda tensor: own[id(tensor)], (args, kwargs, results))
             self.add(partial(_run_again, op, args, kwargs, results))
         return result
+
+    def _run(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """An op of torch or of others, not captured. What it calls within is not seen here, so ops of this package run
+        there, whenever the op does."""
+        self._graph.end_capture()
+        try:
+            return op(*args, **kwargs)
+        finally:
+            self._graph.begin_capture()
+            _under_way.capture = self  # after captures within the op
 
     def _begin(self) -> None:
         self._graph = _C.CpuGraph()
@@ -213,8 +246,9 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not tensor.is_cpu:
                 self._refuse(f"expected tensors on the CPU, got one on {tensor.device} in {op}")
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._kept:
-                self._kept[storage.data_ptr()] = storage
+            if storage._cdata not in self._kept and storage.data_ptr() != 0:  # without elements it may get memory yet
+                self._kept[storage._cdata] = storage
+                self._addresses.append(storage.data_ptr())
                 new.append(storage)
         return new
 

@@ -4,6 +4,7 @@ import mmap
 from contextlib import suppress
 from math import prod
 from threading import Lock
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ REGION_BYTES = 32 << 20
 
 
 class _Region:
-    """A mapping that begins at a huge page. It goes back to the system with the last tensor in it."""
+    """A mapping that begins at a huge page. It goes back to the system with the last tensor in it, and whole huge pages
+    of a tensor with this tensor."""
 
     def __init__(self, num_bytes: int) -> None:
         try:
@@ -28,17 +30,32 @@ class _Region:
             with suppress(OSError):  # a kernel without huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self._mapping = mapping
-        self._next = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
-        self._end = self._next + num_bytes
+        self._begin = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE_BYTES
+        self._next = self._begin
+        self._end = self._begin + num_bytes
 
     def take(self, num_bytes: int) -> Tensor | None:
         """The next pages, if there are as many: a storage of its own, as torch shares, saves and copies whole
         storages."""
         if num_bytes > self._end - self._next:
             return None
-        memory = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=self._next)
-        self._next += -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
-        return memory
+        begin, self._next = self._next, self._next + -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        piece = memoryview(self._mapping)[begin : begin + num_bytes]
+        self._give_back_with(piece, begin)
+        return torch.frombuffer(piece, dtype=torch.uint8)
+
+    def _give_back_with(self, piece: memoryview, begin: int) -> None:
+        """When the storage lets the piece go, the system gets the huge pages that are wholly in the piece. Tensors
+        beside it may need the mapping for long."""
+        first = begin + (self._begin - begin) % HUGE_PAGE_BYTES
+        num_bytes = (begin + len(piece) - first) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if num_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            finalize(piece, _give_back, self._mapping, first, num_bytes).atexit = False
+
+
+def _give_back(mapping: mmap.mmap, begin: int, num_bytes: int) -> None:
+    with suppress(OSError):  # memory that the process has locked
+        mapping.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
 
 
 _lock = Lock()
@@ -51,7 +68,7 @@ def empty_huge_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     fetches ahead; between two such pages it does not, so what is read in one piece should not lie across them.
 
     Tensors below 32 MiB share a mapping with the tensors allocated before and after. The mapping lasts as long as one
-    of them.
+    of them; whole huge pages of a tensor, on Linux, as long as the tensor.
 
     Raises:
         MemoryError: if there is not enough memory.

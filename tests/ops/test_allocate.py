@@ -3,6 +3,7 @@ are ever touched.
 """
 
 import copy
+import mmap
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -107,6 +108,30 @@ def test_a_small_tensor_alone_is_shared_saved_and_copied(shape):
     later = empty_huge_pages(shape, torch.float32)
     assert not later.is_shared()
     assert [each.sum() for each in (before, tensor, behind, later)] == [i * tensor.numel() for i in (0, 1, 2, 0)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="pages are counted on Linux")
+def test_pages_of_a_large_tensor_go_with_it():
+    """Though the tensors beside it keep their mapping, and what they hold."""
+
+    def resident_mib() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
+
+    kept, views = [], []
+    before = resident_mib()
+    for i in range(20):  # two large ones in a mapping, each between small ones
+        large = empty_huge_pages((14 << 20,), torch.uint8).fill_(i + 1)
+        kept += [empty_huge_pages((1000,), torch.uint8).fill_(i + 1)]
+        if i == 0:
+            views += [large[5:]]  # of a tensor that goes
+        del large
+    most = 20 * 4 + 20  # of each large one the two ends, outside of whole huge pages; and what else the process takes
+    assert resident_mib() - before < most + 14
+    for i, tensor in enumerate(kept):
+        assert tensor.min() == tensor.max() == i + 1
+    assert views[0].min() == views[0].max() == 1
+    views.clear()
+    assert resident_mib() - before < most
 
 
 def test_what_does_not_fit_in_memory():

@@ -160,6 +160,47 @@ def test_what_torch_refuses_is_said_in_our_words(call, message):
         call(torch.ones(2, 8))
 
 
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        (lambda a, odd: ops.rms_norm(odd, a[0]), "rms_norm: input"),
+        (lambda a, odd: ops.gelu_new(odd), "gelu_new: input"),
+        (lambda a, odd: ops.copy_blocks([odd], [odd], torch.tensor([[0, 1]])), "copy_blocks: key_caches"),
+        (lambda a, odd: ops.linear_packed(odd, a, 16), "linear_packed: input"),
+        (lambda a, odd: ops.linear_packed(a, odd, 16), "linear_packed: packed_weight"),
+        (lambda a, odd: ops.linear_packed(a, a, 16, odd), "linear_packed: bias"),
+        (lambda a, odd: ops.linear_int8(odd, a, a[0]), "linear_int8: input"),
+        (lambda a, odd: ops.linear_int4(odd, a, 32, 8), "linear_int4: input"),
+        (lambda a, odd: ops.grouped_linear_packed(odd, a, a, 16), "grouped_linear_packed: input"),
+        (lambda a, odd: ops.linear_packed(a, ops.pack_linear_weight(a), 2, odd), "linear_packed: bias"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of both kinds of tensors
+def test_quantized_and_nested_tensors(call, argument):
+    """Torch has no place for them in its schemas, and says so in a dozen lines."""
+    plain = torch.ones(2, 8)
+    quantized = torch.quantize_per_tensor(plain, 0.1, 0, torch.qint8)
+    with pytest.raises(TypeError, match=rf"^{argument}: expected plain numbers, got quantized ones \(qint8\)$"):
+        call(plain, quantized)
+    nested = torch.nested.nested_tensor([plain, plain[:1]])
+    with pytest.raises(ValueError, match=f"^{argument}: expected a strided tensor, got a nested one$"):
+        call(plain, nested)
+
+
+def test_a_tensor_without_a_kernel_of_its_own():
+    """Of a class of others that does not know the op: its error is left as it is."""
+
+    class Weight(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
+            raise NotImplementedError(f"Weight has no {op}")
+
+    weight = torch.Tensor._make_wrapper_subclass(Weight, (1, 8, 16))
+    for call in (lambda: ops.linear_packed(torch.ones(2, 8), weight, 16), lambda: ops.rms_norm(torch.ones(8), weight)):
+        with pytest.raises(NotImplementedError, match="Weight has no pagedattn_ext"):
+            call()
+
+
 def numbers() -> list[tuple[str, str, str]]:
     """Each argument of a wrapper that is a number, and whether an int."""
     return [

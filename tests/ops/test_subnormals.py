@@ -1,5 +1,6 @@
-"""Subnormal numbers of fp32 and bf16 count as zeros in attention and in linear layers on every instruction set, whether
-vectors or tiles multiply. All else in the process computes with subnormal numbers as before."""
+"""Subnormal numbers of fp32 and bf16 count as zeros in attention, in linear layers and in layers with a state on every
+instruction set, whether vectors or tiles multiply. All else in the process computes with subnormal numbers as before.
+"""
 
 import pytest
 import torch
@@ -97,6 +98,23 @@ def test_linear_of_tiny_scales(bits):
         assert_same_bits(out.abs(), torch.zeros(num_rows, 40))
 
 
+# ---- layers with a state -------------------------------------------------------------------------------------------
+
+
+def test_layers_with_a_state():
+    """A number that a layer with a state copies stays."""
+    tiny, ones = torch.full((1, 1, 1), TINY), torch.ones(1, 1, 1)
+    states = torch.zeros(1, 32, 1)
+    out = ops.causal_conv1d(torch.full((1, 32), TINY), states, torch.tensor([[0.0, 1.0]]).repeat(32, 1))
+    assert_same_bits(out, torch.zeros(1, 32))
+    assert_same_bits(states, torch.full((1, 32, 1), TINY))
+    states = torch.zeros(1, 1, 1, 1)
+    out = ops.gated_delta_rule(ones, ones, tiny, torch.zeros(1, 1), torch.ones(1, 1), states, scale=1.0)
+    assert out.item() == 0 and states.item() == 0
+    out = ops.selective_scan(tiny, ones[..., 0], torch.zeros(1), ones, ones, states)
+    assert out.item() == 0 and states.item() == 0
+
+
 # ---- what is not changed -------------------------------------------------------------------------------------------
 
 
@@ -105,6 +123,8 @@ def assert_subnormals_count() -> None:
     tiny = torch.full((2**20,), TINY)
     assert torch.equal(tiny * 2, torch.full((2**20,), 2 * TINY))
     assert ops.rms_norm(torch.full((2, 8), TINY), torch.ones(8), epsilon=1.0).count_nonzero() == 16
+    parts, lse = torch.full((1, 1, 4), TINY), torch.zeros(1, 1)
+    assert ops.merge_attn_states(parts, lse, parts, lse)[0].count_nonzero() == 4
 
 
 def test_afterwards_subnormals_count(several_threads):
