@@ -18,7 +18,7 @@ from pagedattn_serve.output_parsing.pythonic import Pythonic
 from pagedattn_serve.output_parsing.qwen3_coder import Qwen3Coder
 from pagedattn_serve.output_parsing.source import Reader, Source
 from pagedattn_serve.output_parsing.thoughts import THOUGHT_FORMATS, ThoughtFormat, thoughts_of
-from pagedattn_serve.output_parsing.tool_format import Format, ToolFormat, ToolUse, new_call_id
+from pagedattn_serve.output_parsing.tool_format import Format, TaggedFormat, ToolFormat, ToolUse, new_call_id
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.structured_output import BOUNDED_SPACE, StructuredOutput
 
@@ -70,8 +70,9 @@ class OutputFormat:
     ) -> None:
         self._tools = tools
         self._thoughts = thoughts
+        self._added_tokens = added_tokens
         # Whether the tokens of a thought can be bounded: its end has to be one of the tokenizer's added tokens.
-        self.takes_budget = thoughts is not None and (added_tokens is None or thoughts.end in added_tokens)
+        self.takes_budget = thoughts is not None and self._is_token(thoughts.end)
         self._reads_special_tokens = any(mark in special_tokens for mark in self._marks)
 
     @property
@@ -83,6 +84,9 @@ class OutputFormat:
         """Tokens that the parser has to see."""
         thoughts = () if self._thoughts is None else (self._thoughts.begin, self._thoughts.end)
         return thoughts if self._tools is None else (*thoughts, *self._tools.marks)
+
+    def _is_token(self, text: str) -> bool:
+        return self._added_tokens is None or text in self._added_tokens
 
     def new_call_id(self) -> str:
         return new_call_id() if self._tools is None else self._tools.new_call_id()
@@ -114,36 +118,55 @@ class OutputFormat:
         if use is None and self._thoughts is None:
             return None
         is_open = False if self._thoughts is None else self._thoughts.is_open(prompt, continued)
+        opening = self._opening_amid_thoughts(use, max_thought_tokens)
         is_bound = form is not None or max_thought_tokens is not None
         if use is not None or (is_bound and is_open is not False):
             answer = None if form is None else format_of(form)
-            form = _structural_tag(self._structure(use, answer, is_open, max_thought_tokens))
-        return Turn(form, partial(self._read, use, is_open), self._reads_special_tokens)
+            form = _structural_tag(self._structure(use, answer, is_open, max_thought_tokens, opening))
+        return Turn(form, partial(self._read, use, is_open, opening), self._reads_special_tokens)
+
+    def _opening_amid_thoughts(self, use: ToolUse | None, max_thought_tokens: int | None) -> str | None:
+        """What a call begins with that ends a thought; None if no call does. Where the tokens of a thought are counted,
+        it has to be a token."""
+        if use is None or not use.functions or self._thoughts is None or not self._thoughts.ends_at_calls:
+            return None
+        opening = self._tools.opening if isinstance(self._tools, TaggedFormat) else None
+        is_held = opening is not None and (max_thought_tokens is None or self._is_token(opening))
+        return opening if is_held else None
 
     def _structure(
-        self, use: ToolUse | None, answer: Format | None, is_open: bool | None, max_thought_tokens: int | None
+        self,
+        use: ToolUse | None,
+        answer: Format | None,
+        is_open: bool | None,
+        max_thought_tokens: int | None,
+        opening: str | None,
     ) -> Format:
+        calls = None
         if use is not None:
             assert self._tools is not None
             answer = _with_calls(self._tools, use, answer)
+            if opening is not None:
+                assert isinstance(self._tools, TaggedFormat)
+                calls = opening, self._tools.calls_after_opening(use)
         answer = answer or {"type": "any_text"}
-        return answer if self._thoughts is None else self._thoughts.before(answer, is_open, max_thought_tokens)
+        return answer if self._thoughts is None else self._thoughts.before(answer, is_open, max_thought_tokens, calls)
 
-    def _read(self, use: ToolUse | None, is_open: bool | None, source: Source) -> Reader[None]:
-        events = self._read_all(use, is_open, source)
+    def _read(self, use: ToolUse | None, is_open: bool | None, opening: str | None, source: Source) -> Reader[None]:
+        events = self._read_all(use, is_open, opening, source)
         is_required = use is not None and use.is_required
         for event in events:
             # Where the output is calls and nothing else, what reads as text is the beginning of a tag that is cut.
             if not (is_required and isinstance(event, Content)):
                 yield event
 
-    def _read_all(self, use: ToolUse | None, is_open: bool | None, source: Source) -> Reader[None]:
-        if self._thoughts is not None:
-            yield from self._thoughts.read(source, is_open)
-        if use is not None and use.functions and self._tools is not None:
-            yield from self._tools.read(source, use)
-        else:
+    def _read_all(self, use: ToolUse | None, is_open: bool | None, opening: str | None, source: Source) -> Reader[None]:
+        is_cut = self._thoughts is not None and (yield from self._thoughts.read(source, is_open, opening))
+        if use is None or not use.functions or self._tools is None:
             yield from source.read_rest(Content)
+            return
+        events = self._tools.read(source, use)
+        yield from self._thoughts.without_end(events) if self._thoughts is not None and is_cut else events
 
 
 class GptOss(OutputFormat):
@@ -227,11 +250,30 @@ def format_of(form: StructuredOutput) -> Format:
 
 
 def _structural_tag(structure: Format) -> StructuredOutput:
-    tag = {"type": "structural_tag", "format": structure}
+    schemas: dict[str, Format] = {}
     try:
+        tag = {"type": "structural_tag", "format": _without_schemas(structure, schemas)}
+        tag["definitions"] = list(schemas.values())
         return StructuredOutput(structural_tag=tag, whitespace_pattern=BOUNDED_SPACE)
     except BadArgument as error:  # too long, or no JSON
         raise error.renamed("structured_output") from None
+    except RecursionError:
+        raise ArgumentError("structured_output", "a form that is nested less deeply") from None
+
+
+def _without_schemas(structure: Any, schemas: dict[str, Format]) -> Any:
+    """The structure with the index of each schema in place of it. schemas: takes them, each once. Schemas are long, and
+    a call that may stand in several places has its schema in each."""
+    match structure:
+        case {"type": "json_schema"}:
+            key = repr(structure)  # equal schemas may differ: 1 is True, and properties have an order
+            schemas.setdefault(key, structure)
+            return {"type": "defined", "index": list(schemas).index(key)}
+        case dict():
+            return {name: _without_schemas(value, schemas) for name, value in structure.items()}
+        case list():
+            return [_without_schemas(each, schemas) for each in structure]
+    return structure
 
 
 def _with_calls(tools: ToolFormat, use: ToolUse, answer: Format | None) -> Format:

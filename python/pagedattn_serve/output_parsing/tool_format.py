@@ -172,6 +172,17 @@ class TaggedFormat(ToolFormat):
     def text(self) -> Format:
         return {"type": "any_text", "excludes": [self.opening]}
 
+    def calls_after_opening(self, use: ToolUse) -> Format:
+        """As `calls`, where the opening of the first call has come already."""
+        calls = self.calls(use)
+        if self.block is not None:
+            return self._without_opening(calls)
+        tags = [self._without_opening(each) for each in calls["tags"]]
+        return {**calls, "tags": tags, "separator": self.separator + self.opening}
+
+    def _without_opening(self, tag: Format) -> Format:
+        return {**tag, "begin": tag["begin"].removeprefix(self.opening)}
+
     def next_call(self, source: Source, index: int) -> Reader[bool]:
         """Read the text before a call, and the opening of the call. Returns False if there is no opening.
 

@@ -7,7 +7,7 @@ wherever a format has its text.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -45,8 +45,9 @@ _FIELDS: dict[str, dict[str, type]] = {
     "tag": {"begin": str, "content": dict, "end": str},
     "triggered_tags": {"triggers": list, "tags": list},
     "tags_with_separator": {"tags": list, "separator": str},
+    "defined": {"index": int},  # one of the tag's `definitions`; ours, not XGrammar's
 }
-_WORDS = {str: "a string", list: "a list of one at least", dict: "a format", object: "a value"}
+_WORDS = {str: "a string", list: "a list of one at least", dict: "a format", int: "an int", object: "a value"}
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,16 @@ def grammars(
     root = json.loads(text)
     if not isinstance(root, dict) or root.get("type") != "structural_tag":
         raise ValueError('expected {"type": "structural_tag", "format": ...}')
-    form = _triggered_tags(root) if "structures" in root and "format" not in root else root.get("format")
-    compiler = _Compiler(added_tokens, in_text, grammar_of)
+    form = _in_newer_words(root) if "structures" in root and "format" not in root else root.get("format")
+    definitions = root.get("definitions") or []
+    if not isinstance(definitions, list):
+        raise ValueError(f"definitions: expected a list of formats, got {type(definitions).__name__}")
+    compiler = _Compiler(definitions, added_tokens, in_text, grammar_of)
     compiler.lines.append(f"start: {compiler.format('format', form)}")
     return {"name": "start", "lark_grammar": "\n".join(compiler.lines)}, compiler.parts
 
 
-def _triggered_tags(root: dict[str, Any]) -> dict[str, Any]:
+def _in_newer_words(root: dict[str, Any]) -> dict[str, Any]:
     """The format that a structural tag of triggers and structures means."""
     structures, tags = root["structures"], []
     if not isinstance(structures, list):
@@ -114,9 +118,13 @@ def _triggered_tags(root: dict[str, Any]) -> dict[str, Any]:
 class _Compiler:
     """Makes rules of formats. A method of a type returns the expression of its format."""
 
-    def __init__(self, added_tokens: Mapping[str, int], in_text: Iterable[int], grammar_of: GrammarOf) -> None:
+    def __init__(
+        self, definitions: list[Any], added_tokens: Mapping[str, int], in_text: Iterable[int], grammar_of: GrammarOf
+    ) -> None:
         self.lines = [f"TEXT: /{_ANY}/"]
         self.parts: list[Part] = []
+        self._definitions = definitions
+        self._expressions: dict[int, str] = {}  # of definitions, by index
         self._added_tokens = added_tokens
         self._in_text = set(in_text)
         self._grammar_of = grammar_of
@@ -125,16 +133,7 @@ class _Compiler:
 
     def format(self, place: str, form: Any, trigger: str = "") -> str:
         """trigger: the beginning of a tag, which has come already."""
-        kind = form.get("type") if isinstance(form, dict) else None
-        if kind not in _FIELDS:
-            raise ValueError(f"{place}.type: expected one of {', '.join(_FIELDS)}, got {kind!r}")
-        for name, expected in _FIELDS[kind].items():
-            if not isinstance(form.get(name), expected) or form[name] == []:
-                got = type(form[name]).__name__ if form.get(name) else repr(form.get(name))
-                raise ValueError(f"{place}.{name}: expected {_WORDS[expected]}, got {got}")
-        for name in ("triggers", "excludes"):
-            if not all(isinstance(text, str) and text for text in form.get(name) or []):
-                raise ValueError(f"{place}.{name}: expected a list of texts, none of them empty")
+        kind = _checked_type(place, form)
         if kind == "tag":
             return self._tag(place, form, trigger)
         expression: str = getattr(self, f"_{kind}")(place, form)
@@ -150,7 +149,7 @@ class _Compiler:
         kind = PartKind.LENIENT_SCHEMA if form.get("lenient") else PartKind.SCHEMA
         if style == "json":
             return self._part(place, kind, schema)
-        if style not in _STYLES or not isinstance(schema, dict):
+        if not isinstance(style, str) or style not in _STYLES or not isinstance(schema, dict):
             names = ", ".join(("json", *_STYLES))
             raise ValueError(f"{place}.style: expected one of {names} (of an object's schema), got {style!r}")
         return self._arguments(place, schema, kind, style)
@@ -172,12 +171,14 @@ class _Compiler:
 
     def _tag(self, place: str, form: Any, trigger: str) -> str:
         begin = self._literal(form["begin"].removeprefix(trigger))
-        if form["content"].get("type") == "any_text" and form["end"]:
-            if (max_tokens := form["content"].get("max_tokens")) is not None:
-                return self._rule(f"{begin} {self._tokens_until(place, form['end'], max_tokens)}")
-            return self._rule(f"{begin} {self._text_until(form['end'])}")
-        content = self.format(f"{place}.content (after {form['begin']!r})", form["content"])
-        return self._rule(f"{begin} {content} {self._literal(form['end'])}")
+        inner, end = form["content"], form["end"]
+        inner_place = f"{place}.content (after {form['begin']!r})"
+        if _checked_type(inner_place, inner) != "any_text" or not end:
+            return self._rule(f"{begin} {self.format(inner_place, inner)} {self._literal(end)}")
+        excludes = inner.get("excludes") or []
+        if (max_tokens := inner.get("max_tokens")) is not None:
+            return self._rule(f"{begin} {self._tokens_until(place, end, max_tokens, excludes)}")
+        return self._rule(f"{begin} {self._text_until(end, excludes)}")
 
     def _triggered_tags(self, place: str, form: Any) -> str:
         """Text, but from each trigger on one of the tags that begin with the trigger."""
@@ -196,6 +197,14 @@ class _Compiler:
         tag = self._rule(" | ".join(self._tags(place, form, "")))
         others = "" if form.get("stop_after_first") else f"({self._literal(form['separator'])} {tag})*"
         return self._rule(f"({tag} {others}){'' if form.get('at_least_one') else '?'}")
+
+    def _defined(self, place: str, form: Any) -> str:
+        index = form["index"]
+        if not 0 <= index < len(self._definitions):
+            raise ValueError(f"{place}.index: expected that of a definition, got {index}")
+        if index not in self._expressions:
+            self._expressions[index] = self.format(place, self._definitions[index])
+        return self._expressions[index]
 
     # ---- parts of them -----------------------------------------------------------------------------------------------
 
@@ -222,25 +231,25 @@ class _Compiler:
 
     def _text(self, excludes: list[str]) -> str:
         """Any text without those excluded."""
-        terminal = "TEXT"
-        if excludes:
-            words = "|".join(map(_pattern, excludes))
-            terminal = self._terminal(f"/{_ANY}/ & ~/{_ANY}({words}){_ANY}/")
+        terminal = self._text_terminal(excludes)
         return f"{self._runs(terminal, excludes)} {terminal}"
 
-    def _text_until(self, end: str) -> str:
-        """Any text up to the first place where the end stands, with the end."""
-        lazy = self._rule(f"TEXT {_quoted(end)}", "[lazy]")
-        ends = f"(TEXT {self._literal(end)} | {lazy})" if self._split.match(end) else lazy
-        return f"{self._runs('TEXT', [end])} {ends}"
+    def _text_until(self, end: str, excludes: Sequence[str] = ()) -> str:
+        """Any text up to the first place where the end stands, with the end. None of those excluded comes before."""
+        text = self._text_terminal(excludes)
+        lazy = self._rule(f"{text} {_quoted(end)}", "[lazy]")
+        ends = f"({text} {self._literal(end)} | {lazy})" if self._split.match(end) else lazy
+        return f"{self._runs(text, [end, *excludes])} {ends}"
 
-    def _tokens_until(self, place: str, end: str, max_tokens: Any) -> str:
-        """At most so many tokens, and then the end, which is one token."""
+    def _tokens_until(self, place: str, end: str, max_tokens: Any, excludes: list[str]) -> str:
+        """At most so many tokens, none of those excluded, and then the end. The end and those excluded are tokens."""
         if type(max_tokens) is not int or max_tokens < 0:
             raise ValueError(f"{place}.content.max_tokens: expected an int >= 0, got {max_tokens!r}")
-        if end not in self._added_tokens:
-            raise ValueError(f"{place}.content.max_tokens: expected none, as {end!r} is not one token")
-        others = {*self._added_tokens.values()} - self._in_text | {self._added_tokens[end]}
+        for text in (end, *excludes):
+            if text not in self._added_tokens:
+                raise ValueError(f"{place}.content.max_tokens: expected none, as {text!r} is not one token")
+        others = {*self._added_tokens.values()} - self._in_text
+        others |= {self._added_tokens[text] for text in (end, *excludes)}
         tokens = f"<[^{','.join(map(str, sorted(others)))}]>{{0,{max_tokens}}}" if max_tokens else ""
         return f"{tokens} <[{self._added_tokens[end]}]>"
 
@@ -293,9 +302,12 @@ class _Compiler:
         self.lines.append(f"{name}{options}: {expression}")
         return name
 
-    def _terminal(self, expression: str) -> str:
-        name = f"T{len(self.lines)}"
-        self.lines.append(f"{name}: {expression}")
+    def _text_terminal(self, excludes: Sequence[str]) -> str:
+        """The terminal of texts without those excluded, and without added tokens."""
+        if not excludes:
+            return "TEXT"
+        name, words = f"T{len(self.lines)}", "|".join(map(_pattern, excludes))
+        self.lines.append(f"{name}: /{_ANY}/ & ~/{_ANY}({words}){_ANY}/")
         return name
 
     def _part(self, place: str, kind: PartKind, value: Any) -> str:
@@ -306,6 +318,23 @@ class _Compiler:
             raise ValueError(f"{place}: {error}") from None
         self.parts.append(Part(place, kind, {**grammar, "name": name}))
         return f"@{name}"
+
+
+def _checked_type(place: str, form: Any) -> str:
+    """The type of a format, whose fields are as they should be. Raises ValueError, which names the field."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ValueError(f"{place}.type: expected one of {', '.join(_FIELDS)}, got {kind!r}")
+    for name, expected in _FIELDS[kind].items():
+        value = form.get(name)
+        if value is None or not isinstance(value, expected) or value == []:
+            got = type(value).__name__ if value else repr(value)
+            raise ValueError(f"{place}.{name}: expected {_WORDS[expected]}, got {got}")
+    for name in ("triggers", "excludes"):
+        texts = form.get(name) or []
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"{place}.{name}: expected a list of texts, none of them empty")
+    return kind
 
 
 def _quoted(text: str) -> str:

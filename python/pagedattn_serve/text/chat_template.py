@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagedattn_serve.config import check_bool
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, shown
@@ -22,6 +22,7 @@ Fields = dict[str, Any]
 # Fields of a message that say something beside its content. What names and numbers things ("name", "tool_call_id"), and
 # what an assistant thought, a template may leave out.
 _SAYING = ("refusal", "function_call", "audio")
+_SYSTEM = ("system", "developer")
 
 
 def readings(messages: Any) -> Iterator[list[Fields]]:
@@ -51,14 +52,39 @@ def readings(messages: Any) -> Iterator[list[Fields]]:
             yield read
 
 
-def first_left_out(render: Callable[[list[Fields]], str], messages: list[Fields]) -> tuple[int, str] | None:
-    """The first thing that the messages say, but not the text that `render` makes of them: the place of the message and
-    the name of the thing. None if the text says all. Parts or arguments that stand in the text as Python writes them
-    count as left out, too.
+class LeftOut(NamedTuple):
+    """Something that a message says. place: of the message. may_be: whether a template may leave it out."""
+
+    place: int
+    name: str
+    may_be: bool = False
+
+
+def left_out(render: Callable[[list[Fields]], str], messages: list[Fields]) -> list[LeftOut]:
+    """What the messages say, but not the text that `render` makes of them. Parts or arguments that stand in the text as
+    Python writes them count as left out, too.
+
+    A template may leave out text beside calls, as many do. It may leave out what a system message says before the last
+    message of a user, if it writes it where the conversation ends with that message: so Mistral's templates do.
+    """
+    missing = _missing(render, messages) or []
+    last_of_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=0)
+    of_system = [thing for thing in missing if thing.place < last_of_user and messages[thing.place]["role"] in _SYSTEM]
+    if not of_system or last_of_user == len(messages) - 1:
+        return missing
+    before = _missing(render, messages[: last_of_user + 1])
+    if before is None:
+        return missing
+    late = [thing for thing in of_system if thing not in before]
+    return [thing._replace(may_be=True) if thing in late else thing for thing in missing]
+
+
+def _missing(render: Callable[[list[Fields]], str], messages: list[Fields]) -> list[LeftOut] | None:
+    """What the text does not have; None if the template takes no marks.
 
     Each thing gets a mark, at its end and then at its beginning, as a template may cut a content short.
     """
-    left_out: list[tuple[int, str]] = []
+    things: list[LeftOut] = []
     for at_end in (True, False):
         marks = _Marks(at_end)
         marked = [marks.put(i, message) for i, message in enumerate(messages)]
@@ -67,10 +93,10 @@ def first_left_out(render: Callable[[list[Fields]], str], messages: list[Fields]
         except Exception:  # the template takes the messages without marks: so it looks at what the marks have changed
             return None
         missing = marks.missing(text)
-        left_out = missing if at_end else [thing for thing in left_out if thing in missing]
-        if not left_out:
-            return None
-    return left_out[0]
+        things = missing if at_end else [thing for thing in things if thing in missing]
+        if not things:
+            break
+    return things
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -219,15 +245,21 @@ class _Marks:
     def __init__(self, at_end: bool) -> None:
         self._at_end = at_end
         self._key, self._as_key = secrets.token_hex(8), secrets.token_hex(8)  # the second: behind a mark that is a key
-        self._things: dict[str, tuple[int, str]] = {}  # the place of the message and the name, by the mark
+        self._things: dict[str, LeftOut] = {}  # by the mark
         self._spoilt: dict[str, str] = {}  # by the mark: what the text has if the thing is not written as such
 
-    def missing(self, text: str) -> list[tuple[int, str]]:
+    def missing(self, text: str) -> list[LeftOut]:
         """All things that the text does not have. text: in small letters."""
         found = set()
         for match in re.finditer(rf"({self._key}x\d+x)(?:{self._as_key})?", text):
             found |= {match[1], match[0], text[max(match.start() - 1, 0) : match.end()]}
-        return [thing for mark, thing in self._things.items() if mark not in found or self._spoilt.get(mark) in found]
+        missing = []
+        for mark, thing in self._things.items():
+            if self._spoilt.get(mark) in found:
+                missing.append(thing._replace(may_be=False))
+            elif mark not in found:
+                missing.append(thing)
+        return missing
 
     def put(self, place: int, message: Fields) -> Fields:
         """The message with its marks."""
@@ -238,14 +270,16 @@ class _Marks:
         if "tool_calls" in fields:
             calls = enumerate(fields["tool_calls"])
             fields["tool_calls"] = [self._in_call(place, f"{name}.tool_calls[{i}]", call) for i, call in calls]
-        has_more = fields != message
+        has_more, has_calls = fields != message, "tool_calls" in fields
         content = fields.get("content")
         if isinstance(content, str) and (content.strip() or not has_more):
-            fields["content"] = self._in_text(content, self._new(place, f"{name}.content"))
+            fields["content"] = self._in_text(content, self._new(place, f"{name}.content", has_calls))
         elif isinstance(content, list):
             has_more = has_more or any(part["text"].strip() for part in content)
             fields["content"] = [
-                part if has_more and not part["text"].strip() else self._in_part(place, f"{name}.content[{i}]", part)
+                part
+                if has_more and not part["text"].strip()
+                else self._in_part(part, self._new(place, f"{name}.content[{i}]", has_calls))
                 for i, part in enumerate(content)
             ]
         elif content is None and not has_more:  # such as {"role": "documents", "documents": [...]}
@@ -253,16 +287,15 @@ class _Marks:
             return {k: v if k == "role" else self._in_all(v, mark) for k, v in fields.items()}
         return fields
 
-    def _new(self, place: int, name: str) -> str:
+    def _new(self, place: int, name: str, may_be_left_out: bool = False) -> str:
         mark = f"{self._key}x{len(self._things)}x"
-        self._things[mark] = place, name
+        self._things[mark] = LeftOut(place, name, may_be_left_out)
         return mark
 
     def _in_text(self, text: str, mark: str) -> str:
         return text + mark if self._at_end else mark + text
 
-    def _in_part(self, place: int, name: str, part: Fields) -> Fields:
-        mark = self._new(place, name)
+    def _in_part(self, part: Fields, mark: str) -> Fields:
         self._spoilt[mark] = as_key = mark + self._as_key  # the list as a whole, instead of the text of its parts
         return {**part, "text": self._in_text(part["text"], mark), as_key: 0}
 
@@ -307,7 +340,8 @@ def render_chat(
     Args:
         tokenizer: from transformers; its template is the default, and its special tokens are what templates name.
         messages: in order. The template says which roles there are, and which fields count. The template gets the
-            messages in the first form (see `messages.readings`) that it takes without leaving out what they say.
+            messages in the first form (see `readings`) that it takes without leaving out what they say; if there is
+            none, in the first of which it leaves out what it may (see `left_out`).
         chat_template: see `load_chat_template`.
         add_generation_prompt: whether the text goes on to where the assistant's answer begins.
         reasoning_effort: given to the template, where it changes something only if the template knows it.
@@ -348,7 +382,8 @@ def render_chat(
     if reasoning_effort is not None:
         others["reasoning_effort"] = reasoning_effort
     refusals: list[Exception] = []
-    left_out: list[tuple[int, str]] = []
+    needed: list[LeftOut] = []  # of what is left out, the first that may not be, in each form that has one
+    taken: tuple[str, list[Fields]] | None = None
     for read in readings(messages):
         try:
             text = render(read)
@@ -357,13 +392,20 @@ def render_chat(
         except Exception as error:  # a template can raise anything: it is a program
             refusals.append(error)
             continue
-        if (thing := first_left_out(render, read)) is None:
-            if tools and _leaves_out_tools(partial(render, read), tools):
-                raise ArgumentError("tools", "none, as the model's chat template does not write them into the prompt")
-            return text
-        left_out.append(thing)
-    if left_out:
-        place, name = left_out[0]
+        missing = left_out(render, read)
+        if thing := next((thing for thing in missing if not thing.may_be), None):
+            needed.append(thing)
+        elif taken is None or not missing:
+            taken = text, read
+        if not missing:
+            break
+    if taken is not None:
+        text, read = taken
+        if tools and _leaves_out_tools(partial(render, read), tools):
+            raise ArgumentError("tools", "none, as the model's chat template does not write them into the prompt")
+        return text
+    if needed:
+        place, name, _ = needed[0]
         role = messages[place]["role"]
         raise ArgumentError(name, f"what the chat template writes for role {role!r}", "what it leaves out")
     kind = "" if type(refusals[0]).__name__ == "TemplateError" else f"{type(refusals[0]).__name__}: "

@@ -106,6 +106,94 @@ def test_one_function(write: Any, name: str) -> None:
         assert [call.name for call in parsed.calls] in ([], ["get_time"])
 
 
+# By the name of a parser: a call, and what stands between two calls; None if they stand in a list.
+CALLS_OF_TIME = {
+    "hermes": ('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>', "\n"),
+    "qwen3_coder": ("<tool_call>\n<function=get_time>\n</function>\n</tool_call>", "\n"),
+    "mistral": ("[TOOL_CALLS]get_time[ARGS]{}", ""),
+    "mistral_list": ('[TOOL_CALLS] [{"name": "get_time", "arguments": {}}]', None),
+}
+
+
+@pytest.mark.parametrize("is_required", [False, True])
+@pytest.mark.parametrize("max_thought_tokens", [None, 20])
+@pytest.mark.parametrize("name", CALLS_OF_TIME)
+def test_an_output_ends_after_a_call_within_a_thought(
+    tokenizer: PreTrainedTokenizerFast,
+    compiler: GrammarCompiler,
+    name: str,
+    max_thought_tokens: int | None,
+    is_required: bool,
+) -> None:
+    """Whether its tags come as tokens or as letters, which are tokens beyond any bound."""
+    call, separator = CALLS_OF_TIME[name]
+    for prompt in ("", "<think>"):
+        turn = output_format(name, "qwen3", "").turn(
+            prompt, ToolUse(FUNCTIONS, is_required), max_thought_tokens=max_thought_tokens
+        )
+        assert turn is not None and turn.structured_output is not None
+        for text, is_right in (
+            (f"The time? {call}", True),
+            (f"The time? {call}{separator}{call}", separator is not None),
+            (f"The time?</think>{call}", True),
+            ("The time?</think>It is.", not is_required),
+            ("The time?", False),
+            (f"{call.partition('get_time')[0]}no call</think>It is.", False),
+        ):
+            whole = text if prompt else f"<think>{text}"
+            forms = [tokenizer(whole).input_ids]
+            if max_thought_tokens is None:
+                forms.append(tokenizer("<think>" if not prompt else "").input_ids + in_letters(tokenizer, text))
+            for token_ids in forms:
+                matcher = compiler.matcher(turn.structured_output).advance([]).deep_copy()
+                follows = matcher.validate_tokens(token_ids) == len(token_ids) and matcher.consume_tokens(token_ids)
+                # Where the output opens the thought, text without an end may be an answer, too.
+                if is_right or prompt or is_required:
+                    assert (follows and matcher.is_accepting()) == is_right, (text, token_ids)
+
+
+def in_letters(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return [token_id for letter in text for token_id in tokenizer(letter).input_ids]
+
+
+@pytest.mark.parametrize("name", CALLS_OF_TIME)
+def test_calls_within_thoughts_can_be_read(
+    tokenizer: PreTrainedTokenizerFast, compiler: GrammarCompiler, name: str
+) -> None:
+    writer, num_cut = RandomWriter(tokenizer, random.Random(2)), 0
+    turn = output_format(name, "qwen3", "").turn("<think>", ToolUse(FUNCTIONS))
+    assert turn is not None and turn.structured_output is not None
+    for _ in range(12):
+        text, has_end = writer.write(compiler.matcher(turn.structured_output).advance([]).deep_copy(), 200)
+        parsed = parse(turn.parser(), text)
+        if has_end and "</think>" not in text:
+            num_cut += 1
+            assert parsed.calls and not parsed.content
+        if has_end:
+            check_calls(parsed)
+    assert num_cut
+
+
+def test_a_bound_of_thoughts_and_a_tag_that_is_no_token() -> None:
+    """A call does not end a thought then: nothing could keep the letters of the tag from coming amid the thought."""
+    output = output_format("hermes", "qwen3", "", added_tokens={"<think>", "</think>"})
+    text = "a<tool_call>b</think>c"
+    for max_thought_tokens, reasoning in ((None, "a"), (9, "a<tool_call>b")):
+        turn = output.turn("<think>", ToolUse(FUNCTIONS), max_thought_tokens=max_thought_tokens)
+        assert turn is not None and parse(turn.parser(), text).reasoning == reasoning
+
+
+def test_schemas_of_tools_count_once() -> None:
+    """Although a call may stand before the end of a thought, and after it. Equal schemas are not always one."""
+    functions = tuple(Function(f"f{i}", {"properties": {"a": {"const": value}}}) for i, value in enumerate((1, True)))
+    long = Function("f", {"enum": ["a" * 60_000]})
+    turn = output_format("hermes", "qwen3", "").turn("", ToolUse((*functions, long)))
+    assert turn is not None and turn.structured_output is not None
+    tag = json.loads(str(turn.structured_output.structural_tag))
+    schemas = [each["json_schema"]["properties"]["a"]["const"] for each in tag["definitions"][:2]]
+    assert [*map(repr, schemas)] == ["1", "True"] and len(tag["definitions"]) == 3
+
+
 @pytest.mark.parametrize(("name", "form", "is_right"), [
     ("qwen3", {"choice": ["yes", "no"]}, {"yes", "no"}.__contains__),
     ("deepseek_r1", {"json": {"type": "boolean"}}, {"true", "false"}.__contains__),

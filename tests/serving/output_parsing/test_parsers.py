@@ -224,11 +224,12 @@ WORDS = [
     *("<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": ', '{"a": ', '"x\\', '"', "}", "{", "[", "]", ","),
     *("<function=f>", "</function>", "\n", " ", "<parameter=city>", "\n</parameter>", "[TOOL_CALLS]", "[ARGS]", "; "),
     *("f(", "a=", "'", ")", "1", "true", CALLS_BEGIN, BEGIN, SEP, "\n```json\n", END, "<|channel|>", "final", "é", ":"),
-    *("analysis", "<|message|>", "<|end|>", "<|start|>", " to=functions.f", "<think>", "</think>", "ab", "[THINK]"),
+    *("analysis", "<|message|>", "<|end|>", "<|start|>", " to=functions.f", "<think>", "</think>", "[THINK]"),
+    *("[/THINK]", "ab"),
 ]
 
 
-@pytest.mark.parametrize("reasoning_parser", ["none", "qwen3", "deepseek_r1"])
+@pytest.mark.parametrize("reasoning_parser", ["none", "qwen3", "deepseek_r1", "mistral"])
 @pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "gpt_oss"])
 @given(words=st.lists(st.sampled_from(WORDS), max_size=25), seed=st.integers())
 def test_any_text(name: str, reasoning_parser: str, words: list[str], seed: int) -> None:
@@ -297,9 +298,55 @@ def test_thoughts_have_all_between_their_tags() -> None:
 def test_a_thought_and_a_call() -> None:
     turn = output_format("hermes", "qwen3", "").turn("", ToolUse(FUNCTIONS))
     assert turn is not None
-    text = f"<think>\nRain? {hermes(LONDON)}\n</think>\n\n{hermes(PARIS)}"
-    expected = ParsedOutput("", f"Rain? {hermes(LONDON)}", [Call("get_weather", json.dumps(PARIS))])
+    text = f"<think>\nRain?\n</think>\n\n{hermes(PARIS)}"
+    expected = ParsedOutput("", "Rain?", [Call("get_weather", json.dumps(PARIS))])
     assert in_pieces(turn.parser(), list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "reasoning_parser", "calls"),
+    [
+        ("hermes", "qwen3", f"{hermes(LONDON)}\n{hermes(PARIS)}"),
+        ("qwen3_coder", "qwen3", f"{qwen3_coder(LONDON)}\n{qwen3_coder(PARIS)}"),
+        ("deepseek_v31", "qwen3", BLOCK.format(deepseek(LONDON) + deepseek(PARIS))),
+        ("mistral", "mistral", "".join(f"[TOOL_CALLS]get_weather[ARGS]{json.dumps(each)}" for each in (LONDON, PARIS))),
+        ("mistral_list", "mistral", f"[TOOL_CALLS] [{listed(LONDON)}, {listed(PARIS)}]"),
+    ],
+)
+def test_a_call_ends_a_thought(name: str, reasoning_parser: str, calls: str) -> None:
+    """As in vLLM, where the thought has no end of its own, or one that comes after the call."""
+    begin, end = ("[THINK]", "[/THINK]") if reasoning_parser == "mistral" else ("<think>", "</think>")
+    expected = ParsedOutput("", "Rain?", [Call("get_weather", json.dumps(each)) for each in (LONDON, PARIS)])
+    for prompt, text, content in (
+        ("", f"{begin}\nRain?\n{calls}", ""),
+        (f"{begin}\n", f"Rain?\n{calls}", ""),
+        (f"{begin}\n", f"Rain?\n{calls}\n", ""),
+        (begin, f"Rain? {calls}\n{end}", ""),
+        (begin, f"Rain? {calls}{end}\n\nI look.", "I look."),
+        (begin, f"Rain? {calls}{end[:-1]}", end[:-1]),
+        (begin, f"Rain? {calls}I look.{end}", f"I look.{end}"),
+    ):
+        turn = output_format(name, reasoning_parser, "").turn(prompt, ToolUse(FUNCTIONS))
+        assert turn is not None
+        expected.content = content
+        for cut in range(len(text) + 1):
+            parser = turn.parser()
+            assert in_pieces(parser, [text[:cut], text[cut:]]) == expected, text[:cut]
+            [(first, last)] = parser.thoughts
+            assert text[first:last].strip() == "Rain?" and text[last:].startswith(calls)
+        assert in_pieces(turn.parser(), list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("reasoning_parser", "use"),
+    [("deepseek_r1", ToolUse(FUNCTIONS)), ("qwen3", ToolUse(())), ("qwen3", None)],
+    ids=["another form of thoughts", "no call may come", "no tools"],
+)
+def test_a_call_that_is_of_a_thought(reasoning_parser: str, use: ToolUse | None) -> None:
+    turn = output_format("hermes", reasoning_parser, "").turn("", use)
+    assert turn is not None
+    text = f"<think>\nRain? {hermes(LONDON)}\n</think>\n\nYes."
+    assert in_pieces(turn.parser(), list(text)) == ParsedOutput("Yes.", f"Rain? {hermes(LONDON)}")
 
 
 def test_an_answer_that_is_continued() -> None:

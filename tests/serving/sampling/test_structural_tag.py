@@ -56,6 +56,11 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "or": ({"type": "or", "elements": [INTEGER, {"type": "regex", "pattern": "/a+"}]}, ["5", "/aa"], ["5/a"]),
     "grammar": (tag("<", "!", {"type": "grammar", "grammar": 'start: "a" start | "b"'}), ["<aab!"], ["aab", "<!"]),
     "text in a tag": (tag("<think>", "</think>.", {"type": "any_text"}), ["<think>a<think></think>."], ["<think>a"]),
+    "text in a tag, without": (
+        tag("<think>", "</think>", {"type": "any_text", "excludes": ["<tool_call>", "a/b"]}),
+        ["<think>a/<tool_cal<think></think>"],
+        ["<think><tool_call></think>", "<think>xa/bx</think>", "<think></think>a/b"],
+    ),
     "text in a tag without a token": (tag("(", "end.", {"type": "any_text"}), ["(a en end."], ["(a end.b"]),
     "triggered": (TRIGGERED, ["", "a", f"a{A}b{B}{A}c"], ["a<tool_call>", "a<tool_call>c=1", "[TOOL_CALLS]"]),
     "one at least": ({**TRIGGERED, "at_least_one": True}, [f"a{A}", f"{A}{B}a"], ["", "a"]),
@@ -129,6 +134,33 @@ def test_a_bound_of_tokens(compiler: GrammarCompiler, tokenizer: PreTrainedToken
         assert (matcher.validate_tokens(token_ids) == len(token_ids)) == is_right, text
 
 
+def test_a_bound_of_tokens_without_some(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast) -> None:
+    form = tag("<think>", "</think>", {"type": "any_text", "max_tokens": 3, "excludes": ["<tool_call>"]})
+    for text, is_right in (("abc", True), ("a</tool_call>b", True), ("a<tool_call>", False), ("abcd", False)):
+        token_ids = tokenizer(f"<think>{text}</think>").input_ids
+        matcher = compiler.matcher(structural_tag(form)).advance([])
+        assert (matcher.validate_tokens(token_ids) == len(token_ids)) == is_right, text
+
+
+def test_definitions(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A format may stand in several places, and in another definition."""
+    one, two = {"type": "defined", "index": 0}, {"type": "defined", "index": 1}
+    form = {"type": "sequence", "elements": [tag("<", ">", one), two]}
+    whole = {"type": "structural_tag", "format": form, "definitions": [INTEGER, tag("(", ")", one)]}
+    for text, is_right in (("<5>(6)", True), ("<5>6", False), ("<a>(6)", False)):
+        token_ids = tokenizer(text).input_ids
+        matcher = compiler.matcher(StructuredOutput(structural_tag=whole)).advance([])
+        assert (matcher.validate_tokens(token_ids) == len(token_ids)) == is_right, text
+    for definitions, message in (
+        ({"a": INTEGER}, "definitions: expected a list of formats, got dict"),
+        ([INTEGER], r"format.elements\[1\].index: expected that of a definition, got 1"),
+        ([{"type": "no"}], r"format.elements\[0\].content .after '<'.\.type: expected one of"),
+        ([one], "maximum recursion depth exceeded"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            compiler.matcher(StructuredOutput(structural_tag={**whole, "definitions": definitions}))
+
+
 def test_white_space_of_json(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast) -> None:
     form = tag("<think>", ".", {"type": "json_schema", "json_schema": {"const": [1, 2]}})
     for pattern, text, is_right in ((None, "[1,  2]", True), ("", "[1,2]", True), ("", "[1, 2]", False)):
@@ -169,12 +201,22 @@ def test_the_older_words(compiler: GrammarCompiler, tokenizer: PreTrainedTokeniz
         ({**TRIGGERED, "triggers": ["x"]}, "format.triggers: expected the beginnings of tags, got 'x'"),
         ({**TRIGGERED, "triggers": [""]}, "format.triggers: expected a list of texts, none of them empty"),
         ({"type": "any_text", "excludes": [5]}, "format.excludes: expected a list of texts"),
+        ({"type": "any_text", "excludes": 5}, "format.excludes: expected a list of texts"),
+        ({"type": "any_text", "excludes": "ab"}, "format.excludes: expected a list of texts"),
+        ({"type": []}, r"format.type: expected one of .*, got \[\]"),
+        ({"type": "json_schema"}, "format.json_schema: expected a value, got None"),
+        ({**INTEGER, "style": []}, "format.style: expected one of json, qwen_xml, python"),
         ({**TRIGGERED, "tags": [INTEGER]}, r"format.tags\[0\].type: expected tag"),
         (
             tag("", "</think>", {"type": "any_text", "max_tokens": -1}),
             "content.max_tokens: expected an int >= 0, got -1",
         ),
         (tag("", "end", {"type": "any_text", "max_tokens": 1}), "content.max_tokens: expected none, as 'end' is not"),
+        (
+            tag("", "</think>", {"type": "any_text", "max_tokens": 1, "excludes": ["a"]}),
+            "content.max_tokens: expected none, as 'a' is not",
+        ),
+        (tag("", "</think>", {"type": "any_text", "excludes": "ab"}), "content .*.excludes: expected a list of texts"),
         ({**INTEGER, "style": "yaml"}, "format.style: expected one of json, qwen_xml, python"),
         (tag("a", "b", {"type": "json_schema", "json_schema": {"type": "no"}}), "format.content .after 'a'.: Invalid"),
         (tag("a", "b", {"type": "json_schema", "json_schema": False}), "format.content .*: false, which no value"),

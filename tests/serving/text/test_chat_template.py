@@ -218,6 +218,59 @@ def test_a_text_costs_two_renderings(tokenizer: PreTrainedTokenizerBase, monkeyp
     assert len(calls) == 2
 
 
+BESIDE_CALLS = (  # as Hermes' and Mistral's: text or calls
+    "{% for m in messages %}<{{ m.role }}>{% if m.tool_calls %}"
+    "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+LOOP = [
+    {"role": "user", "content": "The cat?"},
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+    {"role": "tool", "content": "Sat.", "tool_call_id": "a"},
+]
+
+
+def test_text_beside_calls_may_be_left_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    """As the server has written both, and gets them with the next turn of a loop."""
+    text = '<user>The cat?<assistant>{}{{"name": "f", "arguments": {{"a": 1}}}}<tool>Sat.'
+    in_one_part = [LOOP[0], {**LOOP[1], **in_parts("I look.")[0], "role": "assistant"}, LOOP[2]]
+    for messages in (LOOP, in_one_part):
+        assert render_chat(tokenizer, messages, BESIDE_CALLS) == text.format("")
+        with_text = BESIDE_CALLS.replace("<{{ m.role }}>", "<{{ m.role }}>{{ m.content if m.tool_calls }}")
+        assert render_chat(tokenizer, messages, with_text) == text.format("I look."), "parts are no Python"
+        parts = "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{{ part.text }}{% endfor %}"
+        parts += "{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+        assert render_chat(tokenizer, messages, parts) == text.format("I look."), "another form leaves out nothing"
+    without_text = BESIDE_CALLS.replace("{% else %}", "{% elif m.role != 'assistant' %}")
+    with pytest.raises(ValueError, match=r"^messages\[1\].content: expected what "):
+        render_chat(tokenizer, [LOOP[0], {"role": "assistant", "content": "I look."}], without_text)
+
+
+LATE_SYSTEM = (  # as Mistral's: before the last message of a user, if the conversation ends there
+    "{% for m in messages if m.role not in ('system', 'developer') %}"
+    "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}[{{ messages[0].content }}]{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+)
+
+
+def test_a_system_message_may_be_left_out_until_a_user_speaks(tokenizer: PreTrainedTokenizerBase) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    call = '{"name": "f", "arguments": {"a": 1}}'
+    for role in ("system", "developer"):
+        loop = [{**system, "role": role}, *LOOP]
+        assert render_chat(tokenizer, loop[:2], LATE_SYSTEM) == "[Be brief.]<user>The cat?"
+        assert render_chat(tokenizer, loop, LATE_SYSTEM) == f"<user>The cat?<assistant>I look.{call}<tool>Sat."
+    never = LATE_SYSTEM.replace("[{{ messages[0].content }}]", "[]")
+    for messages, template, blamed in (
+        ([system, *LOOP], never, 0),
+        ([*LOOP, system, LOOP[2]], LATE_SYSTEM, 3),  # behind the last message of a user
+        ([system, *LOOP[1:]], LATE_SYSTEM, 0),  # no user has spoken
+        ([system, *LOOP], "{% if messages | length < 3 %}{{ no.more }}{% endif %}" + never, 0),
+    ):
+        with pytest.raises(ValueError, match=rf"^messages\[{blamed}\].content: expected what .* for role 'system'"):
+            render_chat(tokenizer, messages, template)
+
+
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 

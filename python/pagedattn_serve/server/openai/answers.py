@@ -194,15 +194,18 @@ class JobChunks:
         chunks: list[str] = []
         if place not in self._forms:
             self._nums_cached[place] = output.num_cached_tokens or 0
-            chunks, self._forms[place] = self._answer.opening(self._writer, place, output)
+            opening, self._forms[place] = self._answer.opening(self._writer, place, output)
+            chunks += self._counted(opening)
         if forms := self._forms[place]:
             for completion in output.outputs:
                 self._nums_tokens[place] += len(completion.token_ids)
                 index = place * self._job.params.n + completion.index
-                chunks += self._news(index, completion, forms[completion.index])
-        if self._writer.counts_on:
-            chunks = [self._writer.with_usage(chunk, self._usage()) for chunk in chunks]
+                chunks += self._counted(self._news(index, completion, forms[completion.index]))
         return "".join(chunks).encode()
+
+    def _counted(self, chunks: list[str]) -> list[str]:
+        """The chunks, with the usage up to them if it is asked for."""
+        return [self._writer.with_usage(chunk, self._usage()) for chunk in chunks] if self._writer.counts_on else chunks
 
     def _news(self, index: int, completion: CompletionOutput, form: LogprobsFormat) -> list[str]:
         """The chunk with the news of a choice, if there is any."""

@@ -108,6 +108,29 @@ def test_usage_that_goes_on(client: Any) -> None:
     assert not any("usage" in event for event in client.events(COMPLETIONS, prompt=BEGINNING, stream_options=alone))
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": MESSAGES}),
+        (CHAT, {"messages": MESSAGES, "n": 3}),
+        (COMPLETIONS, {"prompt": [[5, 6, 7], [8]], "n": 2}),
+        (COMPLETIONS, {"prompt": "A class", "echo": True}),
+    ],
+    ids=["chat", "several choices", "several prompts", "echo"],
+)
+def test_usage_counts_no_token_before_its_chunk(demo: Any, path: str, fields: dict[str, Any]) -> None:
+    """So the chunk that says who speaks counts none, and a choice does not count the tokens of the next."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"return_token_ids": True, "max_tokens": 5, "ignore_eos": True, "stream_options": options, **fields}
+    *events, last = demo.events(path, **body)
+    num_tokens = 0
+    for event in events:
+        [choice] = event["choices"]
+        num_tokens += len(choice.get("token_ids", []))
+        assert event["usage"]["completion_tokens"] == num_tokens
+    assert last["usage"]["completion_tokens"] == num_tokens
+
+
 @pytest.mark.parametrize("fields", [{"stop": "mat 🙂🙂 on the mat"}, {"n": 2}, {"echo": True}, {"logprobs": 1}])
 def test_token_ids_of_completions(demo: Any, client: Any, fields: dict[str, Any]) -> None:
     """Each chunk has those of its tokens, also of text that is held back; the first has the prompt's."""
