@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedattn_ext import CPUGraph, ops
-from pagedattn_ext.cpu_graph import run_at_replays
+from pagedattn_ext.cpu_graph import CaptureError, run_at_replays
 
 CSRC = Path(__file__).resolve().parents[1] / "csrc"
 
@@ -573,6 +573,50 @@ def test_a_shape_that_depends_on_values_is_refused(function: Callable[[Tensor], 
         function(input)
     with pytest.raises(RuntimeError, match="expected a complete capture, got "):  # though the error was caught within
         graph.replay()
+
+
+@pytest.mark.parametrize("make", [Tensor.to_sparse, Tensor.to_mkldnn])
+def test_other_layouts_are_refused(make: Callable[[Tensor], Tensor]) -> None:
+    other = make(torch.eye(3))
+    message = r"^CPUGraph: expected strided tensors, got one of layout "
+    with pytest.raises(CaptureError, match=message), CPUGraph().capture():
+        _ = other + other
+
+
+class QuantizedWeight(Tensor):
+    """As in torchao: a tensor without memory of its own, which says what a product with it is."""
+
+    codes: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor, shape: torch.Size) -> "QuantizedWeight":
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    def __init__(self, codes: Tensor, scales: Tensor, shape: torch.Size) -> None:
+        self.codes, self.scales = codes, scales
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op in (torch.ops.aten.t.default, torch.ops.aten.detach.default):
+            return cls(args[0].codes, args[0].scales, args[0].shape)
+        assert op in (torch.ops.aten.linear.default, torch.ops.aten.mm.default), op
+        input, weight = args
+        return ops.linear_int8(input * 1.0, weight.codes, weight.scales)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_tensors_that_say_what_ops_do(mode: Callable[[], Any]) -> None:
+    weight, input = torch.randn(32, 32), torch.randn(4, 32)
+    codes, scales = ops.quantize_weight_int8(weight)
+    quantized = QuantizedWeight(ops.pack_linear_weight_int8(codes), scales, weight.shape)
+    graph = CPUGraph()
+    with mode():
+        with graph.capture():
+            out = functional.linear(input, quantized) + 1
+        input.normal_()
+        graph.replay()
+        assert_same_bits(out, functional.linear(input, quantized) + 1)
 
 
 def test_indices_and_masks_that_leave_the_shape_alone() -> None:

@@ -188,9 +188,13 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """torch wraps this method, so that its compiler, if it compiles at the time, leaves the method alone."""
-        return self._see(op, args, kwargs or {})
+        return self._see(op, types, args, kwargs or {})
 
-    def _see(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def _see(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """types: of arguments that say themselves what an op does, such as quantized weights of torchao. What they call
+        comes here in turn."""
+        if types:
+            return NotImplemented
         inputs = tensors_in((args, kwargs))
         self._keep(op, inputs)  # results of earlier ops are kept already
         addresses = _addresses(inputs)
@@ -245,6 +249,8 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if not tensor.is_cpu:
                 self._refuse(f"expected tensors on the CPU, got one on {tensor.device} in {op}")
+            if tensor.layout != torch.strided:
+                self._refuse(f"expected strided tensors, got one of layout {tensor.layout} in {op}")
             storage = tensor.untyped_storage()
             if storage._cdata not in self._kept and storage.data_ptr() != 0:  # without elements it may get memory yet
                 self._kept[storage._cdata] = storage
@@ -264,7 +270,7 @@ class _CaptureWithoutCompiler(_Capture):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "torch._dynamo" in sys.modules:  # something has compiled within the capture
             return super().__torch_dispatch__(op, types, args, kwargs)
-        return self._see(op, args, kwargs or {})
+        return self._see(op, types, args, kwargs or {})
 
 
 def _has_shape_by_values(op: Any, args: Any) -> bool:
