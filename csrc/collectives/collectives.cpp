@@ -130,7 +130,7 @@ void run_all_gather(const AllGatherParams& p) {
       const int64_t length = std::min(most, num_elements - done);
       const char* input = static_cast<const char*>(p.input) + done * size;
       if (world_size > 1) copy_elements(group.buffer(group.rank()), input, length, p.dtype);
-      group.meet(SharedCall::ALL_GATHER, p.dtype, num_elements);
+      group.meet(SharedCall::ALL_GATHER, p.dtype, num_elements, p.width);
       for (int64_t rank = 0; rank < world_size; ++rank) {
         put(rank, rank == group.rank() ? input : group.buffer(rank), done, length);
       }

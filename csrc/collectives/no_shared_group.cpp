@@ -20,7 +20,7 @@ void SharedGroup::close() {}
 void SharedGroup::abort(const std::string&) {}
 std::string SharedGroup::broken() const { return {}; }
 char* SharedGroup::buffer(int64_t) const { return nullptr; }
-void SharedGroup::meet(SharedCall, DType, int64_t) {}
+void SharedGroup::meet(SharedCall, DType, int64_t, int64_t) {}
 void SharedGroup::throw_if_broken() const {}
 
 }  // namespace pagedattn

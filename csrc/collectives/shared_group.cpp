@@ -139,10 +139,11 @@ OpenGroups& open_groups() {
 uint64_t call_of(SharedCall call, DType dtype, int64_t num_elements) {
   return static_cast<uint64_t>(num_elements) << 8 | static_cast<uint64_t>(call) << 4 | static_cast<uint64_t>(dtype);
 }
-std::string call_text(uint64_t call) {
+std::string call_text(uint64_t call, uint64_t width) {
   constexpr const char* CALLS[] = {"all_reduce_shared", "all_gather_shared"};
   constexpr const char* DTYPES[] = {"float32", "float16", "bfloat16"};
-  return text_of(CALLS[call >> 4 & 1], " of ", call >> 8, " elements of ", DTYPES[(call & 15) % 3]);
+  const std::string text = text_of(CALLS[call >> 4 & 1], " of ", call >> 8, " elements of ", DTYPES[(call & 15) % 3]);
+  return width == 0 ? text : text_of(text, " in rows of ", width);
 }
 
 }  // namespace
@@ -160,6 +161,7 @@ struct SharedGroup::Header {
 struct SharedGroup::RankWords {
   alignas(TWO_LINES_BYTES) Word arrived;  // twice the number of meetings, and SLEEPER
   std::atomic<uint64_t> calls[2];         // of this meeting and of the one before, by the meeting's parity
+  std::atomic<uint64_t> widths[2];
   alignas(TWO_LINES_BYTES) Word is_taken;
   std::atomic<int32_t> pid;  // 0: the rank has not joined
   std::atomic<uint64_t> start_time;
@@ -304,12 +306,13 @@ void SharedGroup::throw_if_broken() const {
 
 // ---- a meeting
 
-void SharedGroup::meet(SharedCall call, DType dtype, int64_t num_elements) {
+void SharedGroup::meet(SharedCall call, DType dtype, int64_t num_elements, int64_t width) {
   if (world_size_ == 1) return;
-  const uint64_t my_call = call_of(call, dtype, num_elements);
+  const uint64_t my_call = call_of(call, dtype, num_elements), my_width = static_cast<uint64_t>(width);
   RankWords& mine = words(rank_);
   ++meeting_;
   mine.calls[meeting_ & 1].store(my_call, std::memory_order_relaxed);
+  mine.widths[meeting_ & 1].store(my_width, std::memory_order_relaxed);
   const uint32_t before = mine.arrived.exchange(2 * meeting_, std::memory_order_acq_rel);
   if (before & SLEEPER) wake_all(mine.arrived);
 
@@ -329,7 +332,7 @@ void SharedGroup::meet(SharedCall call, DType dtype, int64_t num_elements) {
         pause_spinning();
       }
     }
-    check_same_call(rank, my_call);
+    check_same_call(rank, my_call, my_width);
   }
 }
 
@@ -381,13 +384,15 @@ void SharedGroup::check_missing_ranks(double waited_seconds) {
   }
 }
 
-void SharedGroup::check_same_call(int64_t rank, uint64_t my_call) {
+void SharedGroup::check_same_call(int64_t rank, uint64_t my_call, uint64_t my_width) {
   const uint64_t call = words(rank).calls[meeting_ & 1].load(std::memory_order_relaxed);
-  if (call == my_call) [[likely]]
+  const uint64_t width = words(rank).widths[meeting_ & 1].load(std::memory_order_relaxed);
+  if (call == my_call && width == my_width) [[likely]]
     return;
+  const std::string mine = call_text(my_call, my_width), theirs = call_text(call, width);
   const int64_t first = std::min(rank, rank_);  // all ranks word the error alike
-  abort(text_of(name_of(first), " calls ", call_text(rank < rank_ ? call : my_call), ", and ",
-                name_of(std::max(rank, rank_)), " calls ", call_text(rank < rank_ ? my_call : call)));
+  abort(text_of(name_of(first), " calls ", rank < rank_ ? theirs : mine, ", and ", name_of(std::max(rank, rank_)),
+                " calls ", rank < rank_ ? mine : theirs));
   throw_if_broken();
 }
 

@@ -70,7 +70,8 @@ class SharedGroup {
   char* buffer(int64_t rank) const;
   // Ends the writing of a step: waits until all ranks have arrived. Throws std::runtime_error if the group is broken,
   // or if a rank has died, has left, makes another call, or does not come in time. Each of these breaks the group.
-  void meet(SharedCall call, DType dtype, int64_t num_elements);
+  // width: of a row, where it makes a difference to the call.
+  void meet(SharedCall call, DType dtype, int64_t num_elements, int64_t width = 0);
   // Ends the reading of a step. The next step has the other buffers.
   void end_step() { ++step_; }
   void throw_if_broken() const;
@@ -85,7 +86,7 @@ class SharedGroup {
   bool has_come(uint32_t arrived) const { return static_cast<int32_t>(arrived - 2 * meeting_) >= 0; }
   void sleep_until_come(int64_t rank);
   void check_missing_ranks(double waited_seconds);
-  void check_same_call(int64_t rank, uint64_t call);
+  void check_same_call(int64_t rank, uint64_t call, uint64_t width);
   std::string name_of(int64_t rank) const;
 
   char* memory_;

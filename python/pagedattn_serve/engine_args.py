@@ -192,7 +192,7 @@ class EngineArgs:
     load_format: Annotated[
         str,
         "auto reads the checkpoint; dummy takes random weights of its shapes, to time a model: the directory needs its "
-        "config.json alone",
+        "config.json alone, and a tokenizer where prompts are texts, as for the server and `pagedattn generate`",
         Flag(metavar="FORMAT"),
     ] = "auto"
     cpu_memory_utilization: Annotated[

@@ -72,7 +72,7 @@ class ArgumentFileError(ArgumentOSError, FileNotFoundError):
 def how_to_install(extra: str = "") -> str:
     """What installs this package with what it needs, and with an extra. The package index has no release of it."""
     serve = f"'./python[{extra}]'" if extra else "./python"
-    return f"pip install --no-build-isolation . {serve} in a clone of pagedattn_ext"
+    return f"in a clone of pagedattn_ext: pip install --no-build-isolation . {serve}"
 
 
 class ExecutorDeadError(ChildProcessError):

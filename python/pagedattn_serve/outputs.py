@@ -211,7 +211,9 @@ def embedding_output(output: RequestOutput) -> EmbeddingRequestOutput:
 def cosine(first: list[float], second: list[float]) -> float:
     """Of the angle between two embeddings of one size; 0 if one of them is 0."""
     lengths = math.hypot(*first) * math.hypot(*second)
-    return math.fsum(map(operator.mul, first, second)) / lengths if lengths else 0.0
+    if not lengths:
+        return 0.0
+    return max(-1.0, min(1.0, math.fsum(map(operator.mul, first, second)) / lengths))  # rounding may go beyond
 
 
 class ScoringRequestOutput(NamedTuple):

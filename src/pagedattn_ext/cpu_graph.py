@@ -191,9 +191,9 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._see(op, types, args, kwargs or {})
 
     def _see(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """types: of arguments that say themselves what an op does, such as quantized weights of torchao. What they call
+        """types: of arguments. Some say themselves what an op does, as quantized weights of torchao do; what they call
         comes here in turn."""
-        if types:
+        if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types):
             return NotImplemented
         inputs = tensors_in((args, kwargs))
         self._keep(op, inputs)  # results of earlier ops are kept already

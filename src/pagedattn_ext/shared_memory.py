@@ -75,7 +75,12 @@ class SharedMemoryGroup:
         return self._open().broken() or None
 
     def abort(self, reason: str) -> None:
-        """Break the group for all ranks, if it is not broken: for a rank that cannot go on."""
+        """Break the group for all ranks, if it is not broken: for a rank that cannot go on. The reason is a text
+        without null characters."""
+        if not isinstance(reason, str):
+            raise TypeError(f"SharedMemoryGroup: reason: expected a str, got {type(reason).__name__}")
+        if not reason or "\0" in reason:
+            raise ValueError(f"SharedMemoryGroup: reason: expected a text without null characters, got {reason!r}")
         self._open().abort(reason)
 
     def close(self) -> None:

@@ -30,7 +30,8 @@ FIRST, LAST = (5, 19), (5, 23)  # the minor versions that tests/test_transformer
 
 if not FIRST <= tuple(map(int, transformers.__version__.split(".")[:2])) <= LAST:
     raise ImportError(
-        f"pagedattn_ext.transformers: expected transformers {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}, "
+        f"pagedattn_ext.transformers: expected transformers {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]} (pip install "
+        f'"transformers<{LAST[0]}.{LAST[1] + 1}"), '
         f"got {transformers.__version__}"
     )
 

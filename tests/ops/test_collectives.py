@@ -363,7 +363,10 @@ def test_abort(reason):
             lambda group: ops.all_reduce_shared(torch.ones(4).half(), group),
             "all_reduce_shared of 4 elements of float16",
         ),
-        (lambda group: ops.all_gather_shared(torch.ones(4), group), "all_gather_shared of 4 elements of float32"),
+        (
+            lambda group: ops.all_gather_shared(torch.ones(4), group),
+            "all_gather_shared of 4 elements of float32 in rows of 4",
+        ),
         (lambda group: ops.all_gather_shared(torch.ones(0), group), "all_gather_shared of 0 elements of float32"),
     ],
 )
@@ -379,6 +382,22 @@ def test_another_call(call, called):
         expected = (
             f"{ranks.name(0)} calls all_reduce_shared of 4 elements of float32, and {ranks.name(1)} calls {called}"
         )
+        assert [ranks.receive(0), ranks.receive(1)] == [expected] * 2
+
+
+def test_a_gather_of_other_rows() -> None:
+    """Each rank would put the rows of the others elsewhere. A sum does not look at rows."""
+
+    def work(group: SharedMemoryGroup) -> str:
+        shape = (3, 2) if group.rank else (2, 3)
+        assert_same_bits(ops.all_reduce_shared(torch.ones(6).view(shape), group), torch.full(shape, 2.0))
+        with pytest.raises(RuntimeError, match="the group is broken"):
+            ops.all_gather_shared(torch.ones(shape), group)
+        return group.broken or ""
+
+    with Ranks(2, work) as ranks:
+        of_six = "all_gather_shared of 6 elements of float32 in rows of"
+        expected = f"{ranks.name(0)} calls {of_six} 3, and {ranks.name(1)} calls {of_six} 2"
         assert [ranks.receive(0), ranks.receive(1)] == [expected] * 2
 
 

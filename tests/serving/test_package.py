@@ -145,11 +145,21 @@ def test_what_is_needed_is_what_is_installed() -> None:
     assert sorted(re.split(r"\W", line.replace("-", "_"))[0] for line in lines) == sorted(NEEDED + NEEDED_BY_SERVER)
 
 
+def test_no_later_transformers_is_installed_than_was_tried() -> None:
+    """The index may have a later one, in which arguments of layers have other names."""
+    ops, serve = (ROOT / path for path in ("src/pagedattn_ext/transformers.py", "python/setup.py"))
+    [last] = re.findall(r"^FIRST, LAST = .*, \(5, (\d+)\)", ops.read_text(), re.MULTILINE)
+    bounds = [
+        re.findall(r"transformers>=[\d.]+,<5\.(\d+)", path.read_text()) for path in (serve, ROOT / "pyproject.toml")
+    ]
+    assert {int(bound) for found in bounds for bound in found} == {int(last) + 1} and all(bounds)
+
+
 def test_what_installs_an_extra_needs_no_package_index() -> None:
     """The index has no release of the project: its name may become a stranger's. Until there is a release, neither a
     message nor a page says `pip install` and the name."""
-    assert how_to_install() == "pip install --no-build-isolation . ./python in a clone of pagedattn_ext"
-    assert how_to_install("gguf") == "pip install --no-build-isolation . './python[gguf]' in a clone of pagedattn_ext"
+    assert how_to_install() == "in a clone of pagedattn_ext: pip install --no-build-isolation . ./python"
+    assert how_to_install("gguf") == "in a clone of pagedattn_ext: pip install --no-build-isolation . './python[gguf]'"
     named = re.compile(r"pip3? install (-\S+ )*['\"]?pagedattn|pagedattn[-_](ext|serve)\[")
     folders = [ROOT / name for name in ("python", "src", "docs", "bench")]
     files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".md")]

@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "pagedattn") -> int:
         return 141  # the status that a shell reports for a process that SIGPIPE ended
     except (ImportError, MemoryError, OSError, TypeError, ValueError) as error:
         return complain(prog, error, 1)
+    except RuntimeError as error:
+        if "PAGEDATTN_CPU_CAPABILITY: " not in str(error):  # a bug
+            raise
+        return complain(prog, error, 1)
     finally:
         signal.signal(signal.SIGINT, previous_handler)
 

@@ -2,7 +2,9 @@
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -70,8 +72,8 @@ def launch_by_ray(world_size: int) -> Launch:
 
 
 def threads_of_rank(world_size: int) -> int:
-    """If all ranks share the threads of this process."""
-    return max(1, torch.get_num_threads() // world_size)
+    """If all ranks share the threads of this process: those that it has without engines."""
+    return max(1, shares_of_thread().before_all().num_threads // world_size)
 
 
 def start_ranks(ranks_per_host: int) -> Iterator[LocalRank]:
@@ -93,17 +95,76 @@ def accept_ranks(ranks_per_host: int) -> Iterator[LocalRank]:
         yield LocalRank(rank, Channel(connection), PeerProcess(pid))
 
 
+# ---- threads and CPUs -----------------------------------------------------------------------------------------------
+
+
 def take_share(num_threads: int, cpus: set[int] | None) -> Callable[[], None]:
-    """Compute with so many threads from now on, and on these CPUs unless None. Returns what takes that back."""
-    num_threads_before, cpus_before = torch.get_num_threads(), os.sched_getaffinity(0)
-    torch.set_num_threads(num_threads)
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)
+    """Compute with so many threads from now on, and on these CPUs unless None. Returns what takes that back; several
+    engines may do that in any order."""
+    shares = shares_of_thread()
+    share = Share(num_threads, cpus or os.sched_getaffinity(0))
+    shares.take(share)
+    return partial(shares.give_back, share)
 
-    def give_back() -> None:
-        if torch.get_num_threads() == num_threads:  # else somebody has set it since
-            torch.set_num_threads(num_threads_before)
-        if cpus is not None and os.sched_getaffinity(0) == cpus:
-            os.sched_setaffinity(0, cpus_before)
 
-    return give_back
+class Share(NamedTuple):
+    """How many threads compute, and on which CPUs."""
+
+    num_threads: int
+    cpus: set[int]
+
+    @classmethod
+    def now(cls) -> "Share":
+        """That of this thread."""
+        return cls(torch.get_num_threads(), os.sched_getaffinity(0))
+
+    def apply(self) -> None:
+        now = Share.now()
+        if now.num_threads != self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        if now.cpus != self.cpus:
+            os.sched_setaffinity(0, self.cpus)
+
+
+class Shares:
+    """What the engines of a thread have taken, the newest last, and what there was before."""
+
+    def __init__(self) -> None:
+        self._taken: list[Share] = []
+        self._first = Share.now()
+
+    def before_all(self) -> Share:
+        """What there would be without engines."""
+        return self._back_to(self._first) if self._taken else Share.now()
+
+    def take(self, share: Share) -> None:
+        self._first = self.before_all()
+        if self._taken and Share.now() != self._taken[-1]:
+            self._taken = []  # somebody has set it since: there is nothing to go back to behind that
+        self._taken.append(share)
+        share.apply()
+
+    def give_back(self, share: Share) -> None:
+        if not any(each is share for each in self._taken):
+            return
+        others = [each for each in self._taken if each is not share]
+        self._back_to(others[-1] if others else self._first).apply()
+        self._taken = others
+
+    def _back_to(self, before: Share) -> Share:
+        """What is as the newest engine has set it becomes what it was before. Somebody may have set the rest since."""
+        now, newest = Share.now(), self._taken[-1]
+        return Share(
+            before.num_threads if now.num_threads == newest.num_threads else now.num_threads,
+            before.cpus if now.cpus == newest.cpus else now.cpus,
+        )
+
+
+_of_thread = threading.local()  # torch and the system count threads and CPUs for each thread
+
+
+def shares_of_thread() -> Shares:
+    if not hasattr(_of_thread, "shares"):
+        _of_thread.shares = Shares()
+    shares: Shares = _of_thread.shares
+    return shares

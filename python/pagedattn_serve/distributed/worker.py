@@ -11,7 +11,7 @@ import select
 import socket
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from io import FileIO
 from typing import NoReturn
@@ -146,11 +146,12 @@ class Rank:
         order: MakeGroup | Join
         order, descriptors = self._channel.receive()
         error = None
-        try:
-            if isinstance(order, MakeGroup):
-                self._make_group(order.generation)
-                return
-            with self._open_steps(order, descriptors) as steps:
+        with ExitStack() as until_the_end:  # of what the others notice, after the abort, which says why it ends
+            try:
+                if isinstance(order, MakeGroup):
+                    self._make_group(order.generation)
+                    return
+                steps = until_the_end.enter_context(self._open_steps(order, descriptors))
                 self._runner.drop_graphs()
                 if isinstance(self._communicator, ProcessGroupCommunicator):
                     self._join_process_group(self._communicator, order, steps)
@@ -160,14 +161,14 @@ class Rank:
                         self._communicator.join(memory)
                 self._channel.send(Joined(order.generation))
                 self._run_steps(steps)
-        except ChannelClosed:
-            raise
-        except Exception as failure:
-            if self._communicator.broken is None:  # else another rank failed, and this failure follows
-                self._communicator.abort(f"rank {self._communicator.rank}: {describe(failure)}")
-                error = short(failure)
-        finally:
-            self._communicator.leave()
+            except ChannelClosed:
+                raise
+            except Exception as failure:
+                if self._communicator.broken is None:  # else another rank failed, and this failure follows
+                    self._communicator.abort(f"rank {self._communicator.rank}: {describe(failure)}")
+                    error = short(failure)
+            finally:
+                self._communicator.leave()
         self._channel.send(Left(order.generation, error))
 
     def _make_group(self, generation: int) -> None:
@@ -231,7 +232,11 @@ class Rank:
                     run_step(self._runner, self._communicator, step.inputs, step.cuts)
                     if self._checks_inputs:
                         tables = self._runner.tables_of(step.inputs)
-                        connection.sendall(digest(step.inputs, tables.numpy(), self._runner.block_size))
+                        data = digest(step.inputs, tables.numpy(), self._runner.block_size)
+                        try:
+                            connection.sendall(data)
+                        except OSError:
+                            return
 
 
 def short(error: Exception) -> Exception:

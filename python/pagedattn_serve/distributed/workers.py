@@ -334,6 +334,8 @@ class Workers:
         for worker in self._workers:
             assert worker.steps is not None
             found = worker.steps.recv(DIGEST_BYTES, socket.MSG_WAITALL)
+            if len(found) < DIGEST_BYTES:
+                raise RuntimeError(f"{worker.name} has left the group")
             if found != expected:
                 raise RuntimeError(f"PAGEDATTN_CHECK: the inputs of {worker.name} are not those of rank 0")
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace, UnionType
 from typing import Any
 
 from pagedattn_serve.config import parse_json
-from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentOSError, ArgumentTypeError
+from pagedattn_serve.errors import ArgumentError, ArgumentFileError, ArgumentOSError, ArgumentTypeError, shown
 from pagedattn_serve.loading.gguf_file import SUFFIX, GgufFile, is_gguf
 from pagedattn_serve.loading.gguf_model import gguf_config
 
@@ -30,7 +30,11 @@ def find_directory(argument: str, path: str | PathLike[str], allow_download: boo
     if not isinstance(path, str | PathLike):
         raise ArgumentTypeError(argument, "a directory as a string or a path", type(path).__name__)
     directory = Path(path).expanduser()
-    if directory.is_dir():
+    try:
+        is_there = directory.is_dir()
+    except OSError as error:  # such as a name that is too long
+        raise ArgumentOSError(argument, "a directory", f"{shown(str(path))} ({error.strerror})") from None
+    if is_there:
         return directory
     if directory.name == "config.json" and directory.is_file():
         return directory.parent

@@ -241,7 +241,7 @@ def known_types() -> dict[int, tuple[str, int, int]]:
     try:
         from gguf.constants import GGML_QUANT_SIZES
     except ImportError:
-        expected = f"the package gguf for a file in the format GGUF, as `{how_to_install('gguf')}` installs it"
+        expected = f"the package gguf for a file in the format GGUF ({how_to_install('gguf')})"
         raise ArgumentImportError("model", expected, "no such package") from None
     return {int(kind): (kind.name.lower(), *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
@@ -161,6 +162,7 @@ def write_shard(shard: dict[str, Tensor], copy: Path, shards: list[list[str]]) -
         save_file(shard, file, metadata={"format": "pt"})
     except SafetensorError as error:  # of the disk, as its tensors are ours
         raise OSError(f"out: cannot write {file}: {error}") from None
+    file.chmod(stat.S_IMODE(copy.stat().st_mode) & 0o666)  # safetensors lets nobody else read it
 
 
 def quantized_tensors(

@@ -31,6 +31,7 @@ from pagedattn_serve.models.partition import (
     one_after_another,
     split,
 )
+from pagedattn_serve.models.quantization import GROUP_SIZE
 from pagedattn_serve.models.transformers_states import mixers
 from pagedattn_serve.models.transformers_trial import AttentionShape, Refusal
 
@@ -139,7 +140,9 @@ class Slices:
             return self.share_of_heads(layer_idx, last_name, word, size)
         if size < self.partition.world_size:
             raise self.partition.refusal(f"at most {size}, the size of what ranks share of {in_plan(layer)}")
-        return split(size, self.partition.rank, self.partition.world_size)
+        # Torch adds a row's products in other orders where there is a rest of a group.
+        has_groups = word in ("colwise", "rowwise") and size // GROUP_SIZE >= self.partition.world_size
+        return split(size, self.partition.rank, self.partition.world_size, GROUP_SIZE if has_groups else 1)
 
     def share_of_heads(self, layer_idx: int, name: str, word: str, size: int) -> Share:
         """The share of an axis of attention, whose elements are those of heads. name: of the module, or a parameter."""

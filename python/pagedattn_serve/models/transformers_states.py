@@ -357,7 +357,9 @@ def replace_mixers(model: nn.Module) -> None:
         forward = inspect.unwrap(type(module).forward)
         if hasattr(module, "layer_idx") and WRITES.intersection(forward.__code__.co_names):
             names = inspect.signature(forward).parameters
-            argument = next(name for name in CACHE_ARGUMENTS if name in names)
+            argument = next((name for name in CACHE_ARGUMENTS if name in names), None)
+            if argument is None:
+                raise ValueError(f"{type(module).__name__} takes no cache as one of {', '.join(CACHE_ARGUMENTS)}")
             vars(module)["forward"] = MixerForward(module, argument)
 
 

@@ -204,6 +204,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"pagedattn-serve {version('pagedattn-ext')}\n"
 
 
+def test_an_instruction_set_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEDATTN_CPU_CAPABILITY", "avx9")
+    result = run_python(COMMAND, "generate", "--prompt", "x")
+    assert result.returncode == 1 and result.stderr.splitlines()[-1].endswith(", got avx9")
+    assert "Traceback" not in result.stderr
+
+
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["info"], ["generate", "--prompt", "x"], ["generate", "--prompt", "x", "--json"]]
 )

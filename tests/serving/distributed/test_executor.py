@@ -17,6 +17,7 @@ from server_process import children_of, is_running, wait_for
 from warm_ranks import StartedRanks, memfds
 
 from pagedattn_serve import EngineArgs, LLMEngine, SamplingParams
+from pagedattn_serve.distributed.launch import take_share, threads_of_rank
 from pagedattn_serve.loading.loader import load_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -90,6 +91,29 @@ def test_nothing_is_left_of_an_engine(llama: Checkpoint, ranks: StartedRanks) ->
     gc.collect()
     assert not is_running(ranks.pids[-1])
     assert torch.get_num_threads() == num_threads and memfds() == before
+
+
+def test_threads_come_back_in_any_order() -> None:
+    """As where a new engine is made before the old one ends. Each engine counts the threads that there are without any;
+    what somebody sets meanwhile stays."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(8)
+        for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+            give_back = []
+            for num_ranks in (2, 4, 2):
+                give_back.append(take_share(threads_of_rank(num_ranks), None))
+                assert torch.get_num_threads() == 8 // num_ranks
+            for i in order:
+                give_back[i]()
+            assert torch.get_num_threads() == 8, order
+        first, second = take_share(4, None), take_share(2, None)
+        torch.set_num_threads(3)
+        first()
+        second()
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

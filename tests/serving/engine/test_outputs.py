@@ -9,12 +9,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import BEGINNING, SMALL, Checkpoint
 from engine_runs import run, speak
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.llm import LLM
-from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs, RequestMetrics, RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, Logprob, PackedLogprobs, RequestMetrics, RequestOutput, cosine
 from pagedattn_serve.sampling_params import RequestOutputKind, SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=2)
@@ -293,3 +294,9 @@ def test_generate_gives_final_outputs_whatever_kind_is_asked_for(llama: Checkpoi
 def test_a_kind_that_is_none(kind: Any) -> None:
     with pytest.raises(TypeError, match="output_kind: expected a RequestOutputKind, got"):
         SamplingParams(output_kind=kind)
+
+
+def test_a_cosine_is_1_at_most() -> None:
+    """Clients take the arc cosine."""
+    cosines = [cosine(each, each) for each in torch.randn(500, 7, dtype=torch.float64).tolist()]
+    assert max(cosines) == 1.0 and min(cosines) > 1 - 1e-12

@@ -52,6 +52,11 @@ def test_a_directory_wins_over_the_cache(cached: Path, text_model: str, monkeypa
     assert find_directory("model", REPO) == Path(REPO)
 
 
+def test_a_name_that_is_too_long() -> None:
+    with pytest.raises(OSError, match=r"^model: expected a directory, got 'x+\.\.\. .*\(File name too long\)$"):
+        find_directory("model", "x" * 1000)
+
+
 def test_a_home_directory(text_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(Path(text_model).parent))
     assert model_directory(f"~/{Path(text_model).name}") == Path(text_model)

@@ -241,6 +241,8 @@ def test_other_files_come_along(model: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()  # empty
     assert main(["quantize", str(model), str(tmp_path / "out"), "--format", "int8"]) == 0
     names = {file.name for file in (tmp_path / "out").iterdir()}
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == {0o666 & tmp_path.joinpath("out").stat().st_mode}  # safetensors lets only its own user read a file
     expected = {"tokenizer.json", "chat_template.jinja", "LICENSE", "config.json", "generation_config.json"}
     assert names == expected | {"model.safetensors"}
 

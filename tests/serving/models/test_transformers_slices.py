@@ -122,6 +122,16 @@ def test_forms_of_layers_are_those_of_the_whole_model(tmp_path: Path) -> None:
         assert float((logits - whole).norm() / whole.norm()) < 0.02
 
 
+def test_ranks_share_whole_groups_of_a_width(tmp_path: Path) -> None:
+    """A row's bits depend on the rows beside it where a rank has a rest of a group of 32."""
+    make_model("smollm3", intermediate_size=96).save_pretrained(tmp_path)
+    for rank, size in ((0, 32), (1, 64)):
+        slices = build_slices(tmp_path, rank, 2).slices
+        assert slices is not None
+        shares = {share.size for name, (_, share) in slices.cuts.items() if ".mlp." in name}
+        assert shares == {size}
+
+
 def test_layers_that_were_packed_are_gone(tmp_path: Path) -> None:
     """Or a rank would have its weights twice."""
     make_model("smollm3").save_pretrained(tmp_path)
