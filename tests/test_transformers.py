@@ -12,6 +12,7 @@ import functools
 import importlib
 import logging
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -490,6 +491,7 @@ def test_flash_attention_to_an_encoder(num_rows: int, flash_attention: set[str])
 def test_wrong_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", version)
     monkeypatch.delitem(sys.modules, "pagedattn_ext.transformers")
-    message = f"^pagedattn_ext.transformers: expected transformers 5.19 to 5.23, got {version}$"
+    how = re.escape('(pip install "transformers<5.24")')
+    message = f"^pagedattn_ext.transformers: expected transformers 5.19 to 5.23 {how}, got {version}$"
     with pytest.raises(ImportError, match=message):
         importlib.import_module("pagedattn_ext.transformers")
