@@ -215,7 +215,7 @@ def test_a_form_is_compiled_once(tokenizer: PreTrainedTokenizerBase, monkeypatch
 
 def test_without_llguidance(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ImportError, match=r"expected llguidance: in a clone .*: pip install .*'\./python\[structured\]'$"):
+    with pytest.raises(ImportError, match=r"expected llguidance: in a clone .*: pip .*'\./python\[structured\]'$"):
         GrammarCompiler(tokenizer, len(tokenizer), EOS)
 
 
