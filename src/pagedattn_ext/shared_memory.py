@@ -76,11 +76,11 @@ class SharedMemoryGroup:
 
     def abort(self, reason: str) -> None:
         """Break the group for all ranks, if it is not broken: for a rank that cannot go on. The reason is a text
-        without null characters."""
+        of one character or more, none of them null."""
         if not isinstance(reason, str):
             raise TypeError(f"SharedMemoryGroup: reason: expected a str, got {type(reason).__name__}")
         if not reason or "\0" in reason:
-            raise ValueError(f"SharedMemoryGroup: reason: expected a text without null characters, got {reason!r}")
+            raise ValueError(f"SharedMemoryGroup: reason: expected some characters, none of them null, got {reason!r}")
         self._open().abort(reason)
 
     def close(self) -> None:

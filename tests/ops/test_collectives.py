@@ -404,6 +404,17 @@ def test_a_gather_of_other_rows() -> None:
 # ---- arguments, and what is left behind ----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("reason", "error"), [("", ValueError), ("a\0b", ValueError), (None, TypeError)])
+def test_a_reason_that_is_none(reason: Any, error: type[Exception]) -> None:
+    """An empty reason broke the group, and `broken` said that nothing had."""
+    descriptor = SharedMemoryGroup.create(1)
+    with SharedMemoryGroup(descriptor, rank=0) as group:
+        os.close(descriptor)
+        with pytest.raises(error, match=r"^SharedMemoryGroup: reason: expected (a str|some characters, .* null), got "):
+            group.abort(reason)
+        assert group.broken is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -27,6 +27,7 @@ OF_CACHES |= {"cached_lens": "cache_seqlens", "key_start_loc": "cu_seqlens_k_new
 OF_CACHES |= {"num_new_tokens": "rows of k", "num_tokens": "rows", "left_padding": "cache_leftpad"}
 OF_CACHES |= {"rotary_lens": "rotary_seqlens"}
 OF_PAGE_TABLES = OF_CACHES | {"block_tables": "page_table"}
+OF_SEQUENCES = OF_CACHES | dict.fromkeys(("block_tables", "first_blocks", "end_blocks"), "k_cache")
 OF_BATCHES = OF_CACHES | dict.fromkeys(("block_tables", "first_blocks", "end_blocks"), "cache_batch_idx")
 
 

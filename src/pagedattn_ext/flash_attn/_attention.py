@@ -19,6 +19,7 @@ from ._arguments import (
     OF_LENGTHS,
     OF_OFFSETS,
     OF_PAGE_TABLES,
+    OF_SEQUENCES,
     OF_TOKENS,
     WindowSize,
     check_out,
@@ -306,7 +307,7 @@ def flash_attn_with_kvcache(
             if num_seqs > k_cache.shape[0]:
                 expected, got = f"expected {num_seqs} sequences or more", k_cache.shape[0]
                 raise ValueError(f"{function.__name__}: k_cache: {expected}, got {got}")
-            names = OF_CACHES | {"block_tables": "k_cache"}
+            names = OF_SEQUENCES
             block_table, _ = _sequences_as_pages(num_seqs, k_cache.shape[1], q.device)
         else:
             check_indices(function, "cache_batch_idx", cache_batch_idx, num_seqs)

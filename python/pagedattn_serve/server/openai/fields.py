@@ -388,8 +388,8 @@ def _structured_output(body: SamplingBody) -> StructuredOutput | None:
     name = form_field(body)
     if body.guided_whitespace_pattern is not None and name not in ("guided_json", "response_format"):
         expected = "none without guided_json or a response_format of JSON"
-        got = f"guided_whitespace_pattern: expected {expected}, got {body.guided_whitespace_pattern!r}"
-        raise ApiError(400, got, param="guided_whitespace_pattern")
+        message = f"guided_whitespace_pattern: expected {expected}, got {body.guided_whitespace_pattern!r}"
+        raise ApiError(400, message, param="guided_whitespace_pattern")
     if name is None:
         return None
     space = BOUNDED_SPACE if body.guided_whitespace_pattern is None else body.guided_whitespace_pattern
