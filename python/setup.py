@@ -20,7 +20,7 @@ setup(
         "prometheus-client>=0.20",
         "pydantic>=2.9",
         "safetensors>=0.4",
-        "transformers>=4.56,<5.24",  # the last that models through transformers were tried with
+        "transformers>=4.56,<5.25",  # the last that models through transformers were tried with
         "uvicorn>=0.45",
     ],
     options={"build": {"build_base": "../build/serve"}},  # no copies of modules beside them

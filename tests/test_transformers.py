@@ -487,11 +487,11 @@ def test_flash_attention_to_an_encoder(num_rows: int, flash_attention: set[str])
     assert "flash_attn_varlen_func" in flash_attention
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.18.0", "5.24.0.dev0", "6.0.0"])
+@pytest.mark.parametrize("version", ["4.57.1", "5.18.0", "5.25.0.dev0", "6.0.0"])
 def test_wrong_version(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.__version__", version)
     monkeypatch.delitem(sys.modules, "pagedattn_ext.transformers")
-    how = re.escape('(pip install "transformers<5.24")')
-    message = f"^pagedattn_ext.transformers: expected transformers 5.19 to 5.23 {how}, got {version}$"
+    how = re.escape('(pip install "transformers<5.25")')
+    message = f"^pagedattn_ext.transformers: expected transformers 5.19 to 5.24 {how}, got {version}$"
     with pytest.raises(ImportError, match=message):
         importlib.import_module("pagedattn_ext.transformers")

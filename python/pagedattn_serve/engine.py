@@ -1,6 +1,5 @@
 """The engine: requests in, one step at a time, outputs out. It joins the scheduling side and the computing side."""
 
-import os
 import secrets
 import time
 import traceback
@@ -12,6 +11,7 @@ from inspect import currentframe
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, overload
 
+from pagedattn_ext.switches import is_on
 from pagedattn_serve.distributed.executor import Executor
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.distributed.workers import Workers
@@ -99,6 +99,7 @@ class LLMEngine:
         device = choose_device(model_config.device)
         directory = model_directory(model_config.model, model_config.allow_download)
         load_format = model_config.load_format
+        is_sanitized = is_on("PAGEDATTN_SANITIZE")
         with ExitStack() as undo:
             workers, partition = None, SINGLE
             on_loading: Report | None = None if self._on_loading is None else partial(self._on_loading, 0)
@@ -154,7 +155,7 @@ class LLMEngine:
         store = None
         if cache_config.prefix_cache_dir is not None:
             store = open_block_store(self.system_fingerprint, model_runner, cache_config)
-        if os.environ.get("PAGEDATTN_SANITIZE") == "1":
+        if is_sanitized:
             from pagedattn_serve.sanitized_runner import SanitizedRunner
 
             executor = SanitizedRunner(executor, model_runner, scheduler.block_manager)

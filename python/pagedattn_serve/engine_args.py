@@ -180,7 +180,7 @@ class EngineArgs:
     ] = None
     prefix_cache_dir_size: Annotated[
         int,
-        "most bytes that prefix_cache_dir takes; those that were not used for longest go",
+        "most bytes that prefix_cache_dir takes; those that were not used for longest go (default: 10GiB)",
         Flag(CACHE, "SIZE", size),
     ] = 10 << 30
     allow_download: Annotated[

@@ -4,7 +4,6 @@ Each check raises ValueError or TypeError, which name the function, the argument
 values of tensors on a GPU are looked at only if PAGEDATTN_CHECK is 1, because to look at them is to wait for the GPU.
 """
 
-import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .ops._call import check_rank, check_tensors
+from .switches import is_on
 
 
 def check_indices(function: Callable[..., Any], name: str, tensor: Tensor, size: int | None = None) -> None:
@@ -114,4 +114,4 @@ def check_result(function: Callable[..., Any], name: str, given: Tensor | None, 
 
 
 def values_are_checked(tensor: Tensor) -> bool:
-    return tensor.is_cpu or os.environ.get("PAGEDATTN_CHECK") == "1"
+    return tensor.is_cpu or is_on("PAGEDATTN_CHECK")

@@ -26,7 +26,7 @@ from transformers import modeling_flash_attention_utils
 from . import flash_attn, ops, padded_head_size
 from ._C import MAX_BLOCK_SIZE, MAX_HEAD_SIZE
 
-FIRST, LAST = (5, 19), (5, 23)  # the minor versions that tests/test_transformers.py was run with
+FIRST, LAST = (5, 19), (5, 24)  # the minor versions that tests/test_transformers.py was run with
 
 if not FIRST <= tuple(map(int, transformers.__version__.split(".")[:2])) <= LAST:
     raise ImportError(
@@ -226,11 +226,11 @@ def _paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    cache: PagedAttentionCache | None = None,
+    pagedattn_pages: _Pages | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """The attention that transformers calls in place of its own; returns [1, num_tokens, num_heads, head_size]."""
-    pages: _Pages | None = getattr(cache, "pagedattn_pages", None)
+    pages = pagedattn_pages
     if pages is None:
         raise RuntimeError(
             f"{NAME}: called without the paged cache: either the model is used while a continuous batching manager of "
@@ -321,12 +321,14 @@ class _PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
                 raise RuntimeError("use_paged_attention: another continuous batching manager of this model runs")
             self._own_configs = _replace_configs(self.model)
             self.model.config.get_text_config()._attn_implementation = NAME
+            self._hook = self.model.register_forward_pre_hook(_pass_pages, with_kwargs=True)
         super().start()
 
-    def _run_generation_loop(self) -> None:
+    def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:  # since 5.24 with the caller's inference mode
         try:
-            super()._run_generation_loop()
+            super()._run_generation_loop(*args, **kwargs)
         finally:
+            self._hook.remove()
             for module, config in self._own_configs:
                 module.config = config
 
@@ -357,6 +359,17 @@ class _PagedManager(ContinuousBatchingManager):  # type: ignore[misc]
         super()._generation_step()
         if missed := pages.caches.keys() - pages.attended:  # the tokens are then wrong
             raise RuntimeError(f"{NAME}: expected a call from each layer, got none from layers {sorted(missed)}")
+
+
+def _pass_pages(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The pages in place of the cache that has them. Layers hand on an argument that they do not know to their
+    attention, but since 5.24 they know `cache`, and would write into it."""
+    pages = getattr(kwargs.get("cache"), "pagedattn_pages", None)
+    if pages is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name != "cache"} | {"pagedattn_pages": pages}
+    return args, kwargs
 
 
 def _replace_configs(model: transformers.PreTrainedModel) -> list[tuple[torch.nn.Module, Any]]:

@@ -4,17 +4,17 @@ PAGEDATTN_SANITIZE=1 puts its caches under the sanitizer.
 vLLM calls `register`, the entry point of the group `vllm.general_plugins`, in each of its processes.
 """
 
-import os
+from .switches import is_on
 
 
 def register() -> None:
     """Puts the backend of `vllm_backend` in the place of vLLM's CPU_ATTN, if PAGEDATTN_VLLM is 1; else does nothing."""
-    if os.environ.get("PAGEDATTN_VLLM") != "1":
+    if not is_on("PAGEDATTN_VLLM"):
         return
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CPU_ATTN, "pagedattn_ext.vllm_backend.PagedAttentionBackend")
-    if os.environ.get("PAGEDATTN_SANITIZE") == "1":
+    if is_on("PAGEDATTN_SANITIZE"):
         from . import vllm_sanitizer
 
         vllm_sanitizer.install()

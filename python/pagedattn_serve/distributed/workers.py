@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from pagedattn_ext.switches import is_on
 from pagedattn_serve.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from pagedattn_serve.distributed.activity import LocalWatch, RemoteWatch
 from pagedattn_serve.distributed.channel import Address, Channel, ChannelClosed, NetworkChannel
@@ -142,7 +143,7 @@ class Workers:
         on_loading: Callable[[int, int, int], object] | None = None,
     ) -> None:
         world_size, num_stages = parallel.num_ranks, parallel.pipeline_parallel_size
-        self.checks_inputs = os.environ.get("PAGEDATTN_CHECK") == "1"
+        self.checks_inputs = is_on("PAGEDATTN_CHECK")
         self._on_loading = on_loading
         self._generation = 0  # of the group
         self._death: str | None = None

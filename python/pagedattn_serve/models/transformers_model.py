@@ -43,7 +43,7 @@ from pagedattn_serve.models.causal_lm import (
 from pagedattn_serve.models.latent_attention import absorb, attend_to_latents, keep_latents
 from pagedattn_serve.models.layers import attention
 from pagedattn_serve.models.partition import SINGLE, Partition
-from pagedattn_serve.models.transformers_positions import NumTokensBefore, position_arguments
+from pagedattn_serve.models.transformers_positions import NumTokensBefore, cache_argument, position_arguments
 from pagedattn_serve.models.transformers_slices import Join, Joins, Slices, joined, name_of
 from pagedattn_serve.models.transformers_states import (
     ContiguousRows,
@@ -106,7 +106,11 @@ def tell_positions(model: PreTrainedModel, step: Step) -> None:
     """For layers that scale queries by their positions, which are Llama 4's layers without rotary embedding."""
 
     def add_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs if step.inputs is None else {**kwargs, "past_key_values": NumTokensBefore(step.inputs[2])}
+        if step.inputs is None:
+            return args, kwargs
+        name = cache_argument(module.forward)
+        assert name is not None
+        return args, {**kwargs, name: NumTokensBefore(step.inputs[2])}
 
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False):
@@ -410,7 +414,7 @@ def build(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     if not mixers(model):
         if model_class._is_stateful:
             raise Refusal("it keeps another state between tokens than keys and values")
-        if not arguments.keys() & {"position_ids", "past_key_values"}:
+        if "position_ids" not in arguments and cache_argument(model_class.forward) is None:
             raise Refusal(NO_POSITIONS)
     return model.eval()
 

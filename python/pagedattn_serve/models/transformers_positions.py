@@ -8,6 +8,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+# How layers and models call the argument that transformers' cache comes as: since 5.24; before, where a state is kept;
+# before, elsewhere.
+CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name of the argument of a forward that takes transformers' cache, or None."""
+    names = signature(forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in names), None)
+
 
 class NumTokensBefore:
     """Stands for transformers' cache in layers and models that ask the cache how many tokens come before their rows.
@@ -22,7 +32,7 @@ class NumTokensBefore:
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:
         return self._positions - torch.arange(len(self._positions), device=self._positions.device)
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, kwargs: Any = None) -> tuple[Tensor, Tensor]:
         return key, value
 
     def get_query_offset(self, layer_idx: int) -> int:
@@ -37,7 +47,9 @@ def position_arguments(model: PreTrainedModel) -> Callable[[Tensor], dict[str, A
     `position_ids` may count on from the number of tokens in the cache, as BART's decoder does."""
     if "position_ids" in signature(model.forward).parameters:
         return lambda positions: {"position_ids": positions[None]}
+    cache = cache_argument(model.forward)
+    assert cache is not None  # `build` has refused models with neither
     return lambda positions: {
-        "past_key_values": NumTokensBefore(positions),
+        cache: NumTokensBefore(positions),
         "attention_mask": torch.ones_like(positions[None]),  # which would be made of the number of all tokens
     }

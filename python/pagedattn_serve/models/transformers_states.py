@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from pagedattn_ext import causal_conv1d, fla, mamba_ssm, ops
 from pagedattn_serve.models.causal_lm import SequenceRows, StateShape, StepStates
+from pagedattn_serve.models.transformers_positions import CACHE_ARGUMENTS, cache_argument
 
-# A module is a mixer if its forward calls one of these methods of a cache, which is one of these arguments.
+# A module is a mixer if its forward calls one of these methods of a cache.
 WRITES = {"update_conv_state", "update_recurrent_state", "set_linear_cache"}
-CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 CONVOLUTION, RECURRENT = "convolution", "recurrent"
 
 
@@ -356,8 +356,7 @@ def replace_mixers(model: nn.Module) -> None:
     for module in model.modules():
         forward = inspect.unwrap(type(module).forward)
         if hasattr(module, "layer_idx") and WRITES.intersection(forward.__code__.co_names):
-            names = inspect.signature(forward).parameters
-            argument = next((name for name in CACHE_ARGUMENTS if name in names), None)
+            argument = cache_argument(forward)
             if argument is None:
                 raise ValueError(f"{type(module).__name__} takes no cache as one of {', '.join(CACHE_ARGUMENTS)}")
             vars(module)["forward"] = MixerForward(module, argument)

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from pagedattn_ext.kv_cache import MAX_HEAD_SIZE
 from pagedattn_serve.models.latent_attention import is_latent
-from pagedattn_serve.models.transformers_positions import position_arguments
+from pagedattn_serve.models.transformers_positions import CACHE_ARGUMENTS, position_arguments
 from pagedattn_serve.models.transformers_states import LinearUse, TrialCache, mixers, watch_linear_layers
 
 TRIAL = "pagedattn_trial"  # the name of `record` and `describe_mask` in transformers' registers
@@ -207,7 +207,7 @@ def run_trial(model: PreTrainedModel, config: Any) -> Trial:
         try:
             model(**inputs)
         except Exception as error:
-            if "past_key_values" in inputs and not isinstance(error, Refusal):
+            if inputs.keys() & CACHE_ARGUMENTS and not isinstance(error, Refusal):
                 raise Refusal(NO_POSITIONS) from error
             raise
     with_states = {key.layer for key in trial.mixer_cache.shapes()}

@@ -216,7 +216,8 @@ def test_the_text_part_of_a_model_that_takes_images(tmp_path: Path, tied: bool) 
     (tmp_path / "generation_config.json").unlink()
     prompts = prompts_of("images")
     engine = LLMEngine(str(tmp_path), dtype="float32", **SMALL)
-    assert token_ids(run(engine, prompts, GREEDY)) == references(model, prompts)
+    # The whole cannot generate in transformers 5.24: it asks the text part's output for images.
+    assert token_ids(run(engine, prompts, GREEDY)) == references(model.language_model, prompts)
     assert build_model(tmp_path).dtype == torch.bfloat16 and eos_token_ids(tmp_path) == {5}
 
 
@@ -443,7 +444,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "deepseek_v32": (MLA, "it has layers of type indexed_attention"),
     "diffllama": (SHAPE, "layer 0 calls attention twice"),
     "falcon": ({}, MASKS),
-    "gptj": ({}, MASKS),
     "jetmoe": (SHAPE, "its forward looks at numbers, and a trial run without weights has none"),
     "moshi": (dict(SHAPE, sliding_window=9), "its config has a sliding_window of 9, which its layers do not use"),
     "mpt": ({}, NO_POSITIONS),
