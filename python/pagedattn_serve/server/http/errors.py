@@ -26,6 +26,7 @@ class ApiError(Exception):
     """A request that is answered with an error, or a stream that ends with one.
 
     param: the field of the request that is to blame, if one is. code: OpenAI's word for what is wrong, if it has one.
+    details: what Anthropic's clients read of an error beside its message.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
+        details: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
+        self.details = details
         self.headers = headers
 
     @property
@@ -54,7 +57,10 @@ class ApiError(Exception):
             message += f" (request {context.answer_id or context.request_id})"
         if context is not None and is_anthropic(context.path):
             kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-            return {"type": "error", "error": {"type": kind, "message": message}, "request_id": context.request_id}
+            of_error: dict[str, Any] = {"type": kind, "message": message}
+            if self.details is not None:
+                of_error["details"] = self.details
+            return {"type": "error", "error": of_error, "request_id": context.request_id}
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 429:
             kind = "rate_limit_error"

@@ -150,9 +150,15 @@ def _expected(name: str, error: dict[str, Any], route: str) -> str:
     if forms is not None and error["type"].endswith("_type"):
         return forms
     context = error.get("ctx", {})
+    if error["type"] == "union_tag_invalid":
+        return f"objects of the types {context['expected_tags']}"
+    if error["type"] == "union_tag_not_found":
+        return "objects with a type"
     for bound, sign in (("ge", ">="), ("gt", ">"), ("le", "<=")):
         if bound in context:
             return f"a number {sign} {context[bound]:g}"
+    if "pattern" in context:
+        return f"a string of the form {context['pattern']}"
     if "min_length" in context:
         return f"a length of {context['min_length']} at least"
     text: str = error["msg"].removeprefix("Input should be ")

@@ -375,6 +375,9 @@ def form_field(body: SamplingBody) -> str | None:
     """The field that asks for a form of the output; None if none does. Raises ApiError if several do."""
     asked = [name for name in GUIDED if getattr(body, name) is not None]
     if body.structured_outputs is not None:
+        # guidance asks twice for one form, in the words of vLLM now and before.
+        same = body.structured_outputs.model_dump(by_alias=True)
+        asked = [name for name in asked if getattr(body, name) != same[name.removeprefix("guided_")]]
         asked.append("structured_outputs")
     if body.response_format is not None and body.response_format.type != "text":
         asked.append("response_format")

@@ -31,7 +31,7 @@ HEAD = {
 }
 END = OutputEnd("stop", None, 5, 0, 9, 0)
 WRITERS: dict[str, tuple[Callable[[], BlockWriter], Callable[[Any], Any], str]] = {
-    "responses": (lambda: ResponseWriter(HEAD, FORMAT), response_of, "output"),
+    "responses": (lambda: ResponseWriter(HEAD, FORMAT, {}), response_of, "output"),
     "messages": (lambda: MessageWriter("msg_0", "tiny", [], 9, FORMAT), message_of, "content"),
 }
 
@@ -90,7 +90,7 @@ def test_a_call_and_a_stop_string(text: str, statuses: list[str]) -> None:
 
 
 def test_an_output_that_fails() -> None:
-    writer = ResponseWriter(HEAD, FORMAT)
+    writer = ResponseWriter(HEAD, FORMAT, {})
     events = writer.start(5, 0)
     events += writer.write(
         OutputReader(None).read(

@@ -66,6 +66,8 @@ def test_the_other_forms(demo: Any, path: str) -> None:
         ({"structural_tag": json.dumps(tag)}, "ab"),
     ):
         assert texts(demo, path, structured_outputs=form) == [text]
+    grammar = 'start: "a" "b"'
+    assert texts(demo, path, guided_grammar=grammar, structured_outputs={"grammar": grammar}) == ["ab"]
 
 
 def test_any_object(demo: Any) -> None:

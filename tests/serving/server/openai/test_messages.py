@@ -106,11 +106,23 @@ def test_forms_of_messages(client: Any) -> None:
         (None, [said([block(BEGINNING)])]),
         (BEGINNING[:2], [said(BEGINNING[2:])]),
         ([block(BEGINNING[:2])], [said([]), said(BEGINNING[2:])]),
+        ([block("x-anthropic-billing-header: v=1.d8a;"), block(BEGINNING[:2])], [said(BEGINNING[2:])]),
         (None, [said(BEGINNING[:2]), said([block(BEGINNING[2:])], "assistant")]),
     ):
         assert create(client, False, *messages, system=system, **SPEAK)["content"][0]["text"] == SPEECH
         count = client.answer(f"{PATH}/count_tokens", messages=messages, system=system)
         assert count == {"input_tokens": num_tokens(client, BEGINNING)}
+
+
+def test_messages_of_the_system(client: Any) -> None:
+    """They join what the system says before; the answer goes on with the assistant's message before them."""
+    before = {"system": [block("Be short."), block("Be kind.")], "messages": [said("a"), said("b", "assistant")]}
+    amid = {"system": "Be short.", "messages": [said("a"), said("b", "assistant"), said([block("Be kind.")], "system")]}
+    one, other = (client.answer(PATH, **body, **SPEAK) for body in (before, amid))
+    assert one["content"] == other["content"]
+    assert other["usage"]["cache_read_input_tokens"] > 0
+    one, other = (client.answer(f"{PATH}/count_tokens", **body) for body in (before, amid))
+    assert one == other
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -170,13 +182,25 @@ def test_what_a_coding_agent_asks(tools: Any) -> None:
                 said([{"type": "thinking", "thinking": "Hm.", "signature": "x"}, block("I look."), call], "assistant"),
                 said([{**result, "cache_control": {"type": "ephemeral"}}]),
             ],
-            "tools": [{**TOOL, "eager_input_streaming": True}, {"name": "stop", "input_schema": {"type": "object"}}],
+            "tools": [
+                {**TOOL, "eager_input_streaming": True, "input_examples": [{"city": "Rome"}]},
+                {
+                    "name": "stop",
+                    "input_schema": {"type": "object"},
+                    "defer_loading": False,
+                    "allowed_callers": ["direct"],
+                },
+            ],
             "tool_choice": {"type": "tool", "name": "get_weather"},
             "thinking": {"type": "disabled"},
             "metadata": {"user_id": "user_1_account__session_2"},
             "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             "output_config": {"effort": "high"},
             "temperature": 1,
+            "speed": "standard",
+            "inference_geo": "us",
+            "diagnostics": {"previous_message_id": None},
+            "mcp_servers": [],
         },
     ).json()
     assert [each["type"] for each in message["content"]] == ["tool_use"]
@@ -200,7 +224,9 @@ def test_keys(speaker_path: str, serve: Callable[..., Any]) -> None:
         ({"messages": [said("a")]}, "max_tokens: expected a value, got none"),
         ({"messages": [said("a")], "max_tokens": 1, "more": 5}, "more: expected none"),
         ({"messages": [said("a"), said([{"type": "image"}])], "max_tokens": 1}, "messages[1].content[0].type: "),
-        ({"messages": [said("a", "system")], "max_tokens": 1}, "messages[0].role: "),
+        ({"messages": [said("a", "tool")], "max_tokens": 1}, "messages[0].role: "),
+        ({"messages": [said([{"type": "image"}], "system")], "max_tokens": 1}, "messages[0].content[0].type: "),
+        ({"messages": [said("a")], "max_tokens": 1, "mcp_servers": [{}]}, "mcp_servers: "),
         ({"messages": [{**said("a"), "name": "b"}], "max_tokens": 1}, "messages[0].name: "),
         ({"messages": [said(5)], "max_tokens": 1}, "messages[0].content: "),
         ({"messages": [said([{"type": "text"}])], "max_tokens": 1}, "messages[0].content[0].text: "),
@@ -224,6 +250,18 @@ def test_keys(speaker_path: str, serve: Callable[..., Any]) -> None:
 def test_what_is_refused(client: Any, body: dict[str, Any], words: str) -> None:
     status, kind, message = error(client.post(PATH, **body))
     assert (status, kind) == (400, "invalid_request_error") and words in message, message
+
+
+def test_a_thread_is_refused(client: Any) -> None:
+    """In the words by which Anthropic's clients go on without one."""
+    response = client.post(PATH, messages=[said("a")], max_tokens=1, thread={"type": "create"})
+    assert response.status_code == 400
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert response.json()["error"] == {
+        "type": "invalid_request_error",
+        "message": "thread: expected none, as no conversation is kept",
+        "details": details,
+    }
 
 
 def test_a_stream_that_fails() -> None:

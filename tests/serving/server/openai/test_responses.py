@@ -27,6 +27,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "name": "get_weather", "description": "now", "parameters": SCHEMA, "strict": True}
+B = {"type": "function", "name": "b"}
 # Nothing is drawn that could be long: neither a thought, nor a text.
 CALL: dict[str, Any] = {
     "tools": [TOOL],
@@ -285,6 +286,26 @@ def test_what_a_coding_agent_asks(tools: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_functions_in_a_namespace(tools: Any, stream: bool) -> None:
+    """A call comes with the name and the namespace of its function, and may come back so. Codex asks in this way."""
+    search = {"type": "web_search", "external_web_access": True}
+    space = {"type": "namespace", "name": "weather", "description": "of cities", "tools": [TOOL]}
+    body = {**CALL, "tools": [space, search], "client_metadata": {"session_id": "x"}}
+    response = respond(tools, stream, input="Rain?", **body)
+    [call] = response["output"]
+    assert (call["namespace"], call["name"], response["tools"]) == ("weather", "get_weather", [space])
+    history = [{"role": "user", "content": "Rain?"}, call]
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
+    again = respond(tools, stream, input=[*history, result], **body)
+    as_the_model_sees_it = {**call, "name": "weather__get_weather", "namespace": None}
+    flat = {**CALL, "tools": [{**TOOL, "name": "weather__get_weather"}]}
+    other = respond(tools, stream, input=[history[0], as_the_model_sees_it, result], **flat)
+    assert again["usage"]["input_tokens"] == other["usage"]["input_tokens"]
+    assert [item["name"] for item in again["output"] + other["output"]] == ["get_weather", "weather__get_weather"]
+    assert "namespace" not in other["output"][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_is_cut(tools: Any, stream: bool) -> None:
     response = respond(tools, stream, input="Rain?", **{**CALL, "max_output_tokens": 45})
     [call] = response["output"]
@@ -355,7 +376,20 @@ def form_of(**fields: Any) -> dict[str, Any]:
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "message.output_text.logprobs"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "conversation: "),
         ({"input": "a", "stream_options": {}}, "stream_options", "stream_options: "),
-        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools", "web_search"),
+        (
+            {"input": "a", "tools": [{"type": "file_search"}]},
+            "tools",
+            "tools: expected objects of the types 'function', 'namespace', 'web_search', got {'type': 'file_search'}",
+        ),
+        ({"input": "a", "tools": [{"name": "f"}]}, "tools", "tools: expected objects with a type, got {'name': 'f'}"),
+        ({"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "tool_choice: "),
+        ({"input": "a", "tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice", "tool_choice: "),
+        (
+            {"input": "a", "tools": [{**TOOL, "name": "a__b"}, {"type": "namespace", "name": "a", "tools": [B]}]},
+            "tools",
+            "expected a name of its own, got 'a__b' again",
+        ),
+        (nested(type="function_call", name="f", arguments="{}", call_id="c", namespace=5), "input", "input[1].namespa"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice", "tool_choice: "),
         (
             {"input": "a", "tools": [TOOL], "tool_choice": {"type": "function", "name": "messages[99]"}},

@@ -25,6 +25,9 @@ NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
+# Claude Code puts such a block before its system prompt, with a hash that differs from session to session. No prompt
+# behind it would find a cached prefix.
+BILLING = "x-anthropic-billing-header"
 # What a message may be `chat_messages` checks.
 InputMessage = Annotated[
     dict[str, Any],
@@ -32,7 +35,7 @@ InputMessage = Annotated[
         {
             "type": "object",
             "required": ["role", "content"],
-            "properties": {"role": {"enum": ["user", "assistant"]}, "content": {"type": "string"}},
+            "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": {"type": "string"}},
         }
     ),
 ]
@@ -53,6 +56,9 @@ class Tool(Body):
     strict: bool | None = Field(None, description="without effect: the input of every tool follows its schema")
     cache_control: dict[str, Any] | None = None
     eager_input_streaming: bool | None = Field(None, description="without effect: every input is streamed")
+    input_examples: list[dict[str, Any]] | None = Field(None, description="without effect")
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
 
 
 class ToolChoice(Body):
@@ -107,6 +113,11 @@ class MessageRequest(CountTokensRequest):
     # without effect
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+    inference_geo: str | None = None
+    diagnostics: dict[str, Any] | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    thread: dict[str, Any] | None = Field(None, description="refused: no conversation is kept")
     # of vLLM's
     seed: int | None = None
 
@@ -166,10 +177,14 @@ def _thinking(thinking: Thinking) -> dict[str, bool]:
 
 
 def chat_messages(body: CountTokensRequest) -> list[tuple[str, dict[str, Any]]]:
-    """Messages for the chat template, with their names. Raises ValueError or TypeError, which name the block."""
+    """Messages for the chat template, with their names. Raises ValueError or TypeError, which name the block.
+
+    All that is said as the system is one message before the others, as many templates refuse a later one.
+    """
     named: list[tuple[str, dict[str, Any]]] = []
-    if body.system:
-        named.append(("system", {"role": "system", "content": _system(body.system)}))
+    given = body.system or []
+    blocks = given if isinstance(given, str) else [{"type": "text", "text": block.text} for block in given]
+    system = _texts_of_system("system", blocks)
     for i, message in enumerate(body.messages):
         name = f"messages[{i}]"
         if unknown := message.keys() - {"role", "content"}:
@@ -179,15 +194,17 @@ def chat_messages(body: CountTokensRequest) -> list[tuple[str, dict[str, Any]]]:
                 named += [(name, each) for each in _of_user(f"{name}.content", message.get("content"))]
             case "assistant":
                 named.append((name, _of_assistant(f"{name}.content", message.get("content"))))
+            case "system":
+                system += _texts_of_system(f"{name}.content", message.get("content"))
             case role:
-                raise ArgumentError(f"{name}.role", '"user" or "assistant"', repr(role))
+                raise ArgumentError(f"{name}.role", '"user", "assistant" or "system"', repr(role))
+    if system:
+        named.insert(0, ("system", {"role": "system", "content": content_of(system)}))
     return named
 
 
-def _system(system: str | list[TextBlock]) -> Any:
-    if isinstance(system, str):
-        return system
-    return content_of([{"type": "text", "text": block.text} for block in system])
+def _texts_of_system(name: str, content: Any) -> list[dict[str, str]]:
+    return [part for part in _text_parts(name, content) if not part["text"].startswith(BILLING)]
 
 
 def _of_user(name: str, content: Any) -> list[dict[str, Any]]:
@@ -208,14 +225,18 @@ def _of_user(name: str, content: Any) -> list[dict[str, Any]]:
 
 
 def _result(name: str, content: Any) -> Any:
-    if content is None or isinstance(content, str):
-        return content or ""
+    return "" if content is None else content_of(_text_parts(name, content))
+
+
+def _text_parts(name: str, content: Any) -> list[dict[str, str]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
     parts = []
     for at, kind, block in _blocks(name, content):
         if kind != "text":
             raise ArgumentError(f"{at}.type", '"text", the only kind of content here', repr(kind))
         parts.append({"type": "text", "text": _text(at, block, "text")})
-    return content_of(parts)
+    return parts
 
 
 def _of_assistant(name: str, content: Any) -> dict[str, Any]:

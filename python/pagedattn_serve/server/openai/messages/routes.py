@@ -1,7 +1,7 @@
 """POST /v1/messages: a conversation in, the assistant's next message out; and the number of tokens of a prompt."""
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
@@ -23,6 +23,7 @@ router = APIRouter()
 class ErrorOfMessages(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class ErrorMessage(TypedDict):
@@ -61,6 +62,9 @@ async def create_message(
 ) -> Response:
     """Say what the assistant says or calls next."""
     service.check_model(body.model)
+    if body.thread is not None:  # told so, Anthropic's clients send the whole conversation instead
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        raise ApiError(400, "thread: expected none, as no conversation is kept", param="thread", details=details)
     chat, names = _as_chat(body, service)
     with renamed_errors(NAMES, names):
         job, turn = await chat_job(chat, service, "msg_", clips=True)

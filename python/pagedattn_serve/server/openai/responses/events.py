@@ -2,12 +2,14 @@
 
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from pagedattn_serve.output_parsing.events import is_whole
 from pagedattn_serve.output_parsing.output_format import OutputFormat
 from pagedattn_serve.server.http.errors import DONE, ApiError
 from pagedattn_serve.server.openai.blocks import BlockWriter, Fields, Kind, OutputEnd, encode_events
+from pagedattn_serve.server.openai.responses.tools import FunctionId
 
 # By the type of an item: how its id begins.
 _ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
@@ -16,15 +18,17 @@ _ID_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "
 class ResponseWriter(BlockWriter):
     """Tells the output as events, numbered from 0.
 
-    response: the response before it has an output. output_format: makes the ids of calls.
+    response: the response before it has an output. output_format: makes the ids of calls. functions: by the names that
+        the model has for them.
     """
 
     done = DONE
 
-    def __init__(self, response: Fields, output_format: OutputFormat) -> None:
+    def __init__(self, response: Fields, output_format: OutputFormat, functions: Mapping[str, FunctionId]) -> None:
         super().__init__()
         self._response = {**response, "status": "in_progress"}
         self._output_format = output_format
+        self._functions = functions
         self._items: list[Fields] = []
         self._pieces: list[str] = []  # of the text of the open item
         self._num_events = 0
@@ -64,7 +68,10 @@ class ResponseWriter(BlockWriter):
         self._pieces = []
         if kind == "call":
             call_id = self._output_format.new_call_id()
-            item: Fields = {"type": "function_call", "call_id": call_id, "name": name, "arguments": ""}
+            function = self._functions.get(name, FunctionId(None, name))
+            item: Fields = {"type": "function_call", "call_id": call_id, "name": function.name, "arguments": ""}
+            if function.namespace is not None:
+                item["namespace"] = function.namespace
         elif kind == "text":
             item = {"type": "message", "role": "assistant", "content": []}
         else:

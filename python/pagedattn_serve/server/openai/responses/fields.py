@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.openai.fields import (
@@ -11,7 +11,6 @@ from pagedattn_serve.server.openai.fields import (
     MAX_TOOLS,
     Body,
     ChatCompletionRequest,
-    FunctionName,
     LogitBias,
     MetadataKey,
     MetadataValue,
@@ -25,9 +24,16 @@ from pagedattn_serve.server.openai.fields import (
     StopTokenIds,
     StreamOptions,
 )
-from pagedattn_serve.server.openai.translation import chat_request, checked_json
+from pagedattn_serve.server.openai.responses.tools import (
+    AllowedTools,
+    JsonObject,
+    NamedFunction,
+    ResponseTool,
+    chat_tool_choice,
+    chat_tools,
+)
+from pagedattn_serve.server.openai.translation import chat_request
 
-JsonObject = Annotated[dict[str, Any], AfterValidator(checked_json)]
 # What an item may be `listed_items` and `chat_messages` check.
 InputItem = Annotated[
     JsonObject,
@@ -50,25 +56,6 @@ NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-
-
-class FunctionTool(Body):
-    type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = Field(None, description="without effect: the arguments of every function follow its schema")
-
-
-class NamedFunction(Body):
-    type: Literal["function"]
-    name: str
-
-
-class AllowedTools(Body):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 class TextFormat(Body):
@@ -102,7 +89,7 @@ class ResponseRequest(Body):
     instructions: str | None = Field(None, description="a system message before all others; not kept")
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="true if not given")
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="what fits if not given")
@@ -123,6 +110,7 @@ class ResponseRequest(Body):
     )
     max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(None, description="without effect: of built-in tools")
     user: str | None = None
+    client_metadata: dict[str, Any] | None = None
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA)] | None = None
     service_tier: ServiceTier | None = Field(None, description="without effect: the answer's is default")
     safety_identifier: str | None = None
@@ -161,30 +149,12 @@ def as_chat(body: ResponseRequest, messages: list[dict[str, Any]]) -> ChatComple
     fields = {name: getattr(body, name) for name in SAME} | {
         "messages": [*system, *messages],
         "max_tokens": body.max_output_tokens,
-        "tools": [_tool(tool) for tool in body.tools or []] or None,
-        "tool_choice": _tool_choice(body.tool_choice),
+        "tools": chat_tools(body.tools or []) or None,
+        "tool_choice": chat_tool_choice(body.tool_choice),
         "response_format": None if form is None else _response_format(form),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
     }
     return chat_request(fields)
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": fields}
-
-
-def _tool_choice(choice: str | NamedFunction | AllowedTools | None) -> Any:
-    if isinstance(choice, NamedFunction):
-        return _named(choice)
-    if isinstance(choice, AllowedTools):
-        allowed = {"mode": choice.mode, "tools": [_named(tool) for tool in choice.tools]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
-    return choice
-
-
-def _named(tool: NamedFunction) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": tool.name}}
 
 
 def _response_format(form: TextFormat) -> dict[str, Any]:

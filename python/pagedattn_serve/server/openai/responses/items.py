@@ -5,6 +5,7 @@ from typing import Any
 
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.server.openai.responses.events import new_item_id
+from pagedattn_serve.server.openai.responses.tools import FunctionId
 from pagedattn_serve.server.openai.translation import content_of
 
 Item = dict[str, Any]
@@ -64,6 +65,9 @@ def chat_messages(items: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str
                     message["reasoning_content"] = "\n".join([*_given(message, "reasoning_content"), thought])
             case "function_call":
                 texts = {field: _text(f"{name}.{field}", item.get(field)) for field in ("name", "arguments", "call_id")}
+                namespace = item.get("namespace")
+                if namespace is not None:
+                    texts["name"] = FunctionId(_text(f"{name}.namespace", namespace), texts["name"]).in_chat
                 function = {"name": texts["name"], "arguments": texts["arguments"]}
                 call = {"id": texts["call_id"], "type": "function", "function": function}
                 of_assistant(name).setdefault("tool_calls", []).append(call)

@@ -8,6 +8,7 @@ from pagedattn_serve.server.openai.blocks import Fields
 from pagedattn_serve.server.openai.fields import Body
 from pagedattn_serve.server.openai.jobs import Job
 from pagedattn_serve.server.openai.responses.fields import ResponseRequest
+from pagedattn_serve.server.openai.responses.tools import FunctionTool, NamespaceTool, WebSearchTool
 
 
 class CachedTokens(TypedDict):
@@ -87,9 +88,7 @@ def response_head(body: ResponseRequest, job: Job) -> Fields:
         "top_logprobs": 0,
         "text": {"format": text, "verbosity": (body.text and body.text.verbosity) or "medium"},
         "tool_choice": tool_choice if isinstance(tool_choice, str) else _given(tool_choice),
-        "tools": [
-            {"description": None, "parameters": None, "strict": None, **_given(tool)} for tool in body.tools or []
-        ],
+        "tools": [_tool(tool) for tool in body.tools or [] if not isinstance(tool, WebSearchTool)],
         "truncation": "disabled",
         "metadata": body.metadata or {},
         "service_tier": "default",
@@ -98,6 +97,12 @@ def response_head(body: ResponseRequest, job: Job) -> Fields:
         "prompt_cache_key": body.prompt_cache_key,
         "usage": None,
     }
+
+
+def _tool(tool: FunctionTool | NamespaceTool) -> Fields:
+    if isinstance(tool, NamespaceTool):
+        return {"description": None, **_given(tool), "tools": [_tool(each) for each in tool.tools]}
+    return {"description": None, "parameters": None, "strict": None, **_given(tool)}
 
 
 def _given(fields: Body) -> Fields:

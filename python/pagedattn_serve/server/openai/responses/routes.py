@@ -16,6 +16,7 @@ from pagedattn_serve.server.openai.responses.fields import NAMES, ResponseReques
 from pagedattn_serve.server.openai.responses.items import Item, chat_messages, listed_items
 from pagedattn_serve.server.openai.responses.objects import DeletedResponse, ItemList, ResponseObject, response_head
 from pagedattn_serve.server.openai.responses.store import ResponseStore, StoredResponse
+from pagedattn_serve.server.openai.responses.tools import functions_of
 from pagedattn_serve.server.openai.service import Service, service_of
 from pagedattn_serve.server.openai.translation import renamed_errors
 
@@ -62,7 +63,8 @@ async def create_response(
         if response["store"]:
             store.add(key_id, response, before, given)
 
-    writer = ResponseWriter(response_head(body, job), service.output_format)
+    functions = {id.in_chat: id for id, _ in functions_of(body.tools or [])}
+    writer = ResponseWriter(response_head(body, job), service.output_format, functions)
     return await BlockAnswer(job, turn, service, writer, keep).respond(request, body.stream is True)
 
 
