@@ -16,7 +16,7 @@ from agents import (
     Runner,
     function_tool,
 )
-from anthropic import Anthropic, APIStatusError
+from anthropic import Anthropic, APIStatusError, beta_tool
 from openai import AsyncOpenAI, OpenAI
 from server_process import ServerProcess
 from weather import QUESTION, SCHEMA, Tool, Weather, check_answer
@@ -112,6 +112,24 @@ def test_anthropic(caller: ServerProcess, stream: bool) -> None:
                 model="caller", max_tokens=1, messages=[{"role": "user", "content": [{"type": "image"}]}]
             )
         assert (raised.value.status_code, raised.value.type) == (400, "invalid_request_error")
+
+
+@STREAMS
+def test_tool_runner_of_anthropic(caller: ServerProcess, stream: bool) -> None:
+    """It asks for a thread, and goes on without one by what the error says."""
+    tool = Tool()
+    with Anthropic(base_url=caller.url, api_key="none", max_retries=0) as client:
+        runner: Any = client.beta.messages.tool_runner(
+            model="caller",
+            max_tokens=300,
+            messages=[{"role": "user", "content": QUESTION}],
+            tools=[beta_tool(tool.get_weather)],
+            output_format=Weather,
+            stream=stream,
+        )
+        for turn in runner:
+            message = turn.get_final_message() if stream else turn
+        tool.check(message.content[-1].text)
 
 
 @STREAMS
