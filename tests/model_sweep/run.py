@@ -71,6 +71,7 @@ OWN: dict[str, dict[str, Any]] = {
         text_config={**SHAPE, **MODELS["gemma4_text"], "pad_token_id": 0}, audio_config=None,
         vision_config=dict(OF_IMAGES, position_embedding_size=64),
     ),
+    "lfm3": FAMILIES["lfm2"][0],
     "modernbert-decoder": dict(
         LAYERS, pad_token_id=0, bos_token_id=0, cls_token_id=0, sep_token_id=0, eos_token_id=VOCAB_SIZE
     ),

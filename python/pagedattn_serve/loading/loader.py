@@ -251,9 +251,12 @@ def read_config(directory: Path) -> Any:
     try:
         if is_gguf(directory):
             return AutoConfig.for_model(**fields)
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:  # of any type: from its checks, or from a field that it does not check
         raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
+    if config.model_type == "exaone" and architectures == ["LlamaForCausalLM"]:
+        config.architectures = ["ExaoneForCausalLM"]  # whose names of tensors transformers knows
+    return config
 
 
 def choose_kv_scales(

@@ -221,6 +221,17 @@ def test_the_text_part_of_a_model_that_takes_images(tmp_path: Path, tied: bool) 
     assert build_model(tmp_path).dtype == torch.bfloat16 and eos_token_ids(tmp_path) == {5}
 
 
+@pytest.mark.skipif("exaone" not in transformers.CONFIG_MAPPING, reason="transformers before 5.24 has no EXAONE")
+def test_another_name_of_a_class(save: Save) -> None:
+    """EXAONE is LLaMA to transformers, but for the names of its tensors. Published checkpoints name their own class."""
+    path, model = save("exaone")
+    prompts = prompts_of("exaone", (3, 17))
+    expected = references(model, prompts)
+    assert token_ids(run(LLMEngine(path), prompts, GREEDY)) == expected
+    change_config(Path(path), architectures=["ExaoneForCausalLM"])
+    assert token_ids(run(LLMEngine(path), prompts, GREEDY)) == expected
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_oss", "mixtral"])
 def test_half_precision(save: Save, model_type: str, dtype: str) -> None:
