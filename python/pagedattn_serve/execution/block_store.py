@@ -121,20 +121,15 @@ class BlockFiles:
 
     def write(self, key: bytes, block: Bytes) -> None:
         """Make the file of a block. If the disk does not take the file, a warning says so, once."""
-        unfinished = None
         try:
-            with tempfile.NamedTemporaryFile(dir=self._directory, suffix=".tmp", delete=False) as opened:
-                unfinished = opened.name
-                opened.write(self._header)
-                opened.write(block.data)
-                opened.write(self._seal(key, block))
-            os.replace(unfinished, self._file(key))
+            try:
+                self._write_file(key, block)
+            except FileNotFoundError:  # somebody has removed the directory
+                prefix_cache_directory(self._directory)
+                self._write_file(key, block)
         except OSError as error:
             self._waiting.discard(key)
             self.keys.discard(key)
-            if unfinished is not None:
-                with suppress(OSError):
-                    os.unlink(unfinished)
             if not self._has_warned:
                 logger.warning("prefix_cache_dir: a block was not written to %s: %s", self._directory, error)
             self._has_warned = True
@@ -147,6 +142,21 @@ class BlockFiles:
         self._num_bytes += self._file_bytes
         if self._num_bytes > self._max_bytes:
             self._make_room()
+
+    def _write_file(self, key: bytes, block: Bytes) -> None:
+        unfinished = None
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._directory, suffix=".tmp", delete=False) as opened:
+                unfinished = opened.name
+                opened.write(self._header)
+                opened.write(block.data)
+                opened.write(self._seal(key, block))
+            os.replace(unfinished, self._file(key))
+        except OSError:
+            if unfinished is not None:
+                with suppress(OSError):
+                    os.unlink(unfinished)
+            raise
 
     def scan(self) -> None:
         """Look what is there."""

@@ -176,8 +176,22 @@ def test_a_disk_that_takes_no_more(tmp_path: Path, written: bytes, caplog: pytes
     files.write(KEY, block(0))
     assert same(read(files, KEY), block(0))
     shutil.rmtree(tmp_path / FINGERPRINT)
+    (tmp_path / FINGERPRINT).touch()
     files.write(KEY, block(0))
-    assert read(files, KEY) is None and len(caplog.records) == 2
+    assert files.keys == set() and len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("removed", [".", FINGERPRINT])
+def test_a_directory_that_is_removed(tmp_path: Path, removed: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is made again, for this user alone."""
+    path = tmp_path / "blocks"
+    files = files_in(path)
+    files.write(KEY, block(0))
+    shutil.rmtree(path / removed)
+    files.write(KEY_OF_GROUP, block(1))
+    assert read(files, KEY) is None and same(read(files, KEY_OF_GROUP), block(1))
+    assert file_of(path).parent.stat().st_mode & 0o777 == 0o700
+    assert caplog.records == []
 
 
 def test_what_an_interrupted_write_leaves(tmp_path: Path, written: bytes) -> None:

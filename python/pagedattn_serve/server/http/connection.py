@@ -25,7 +25,8 @@ PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"  # means nothing to a client, and may c
 class Connection(HttpToolsProtocol):
     """`connection_class` sets `timeout`, in seconds. A client that takes longer is cut off:
 
-    - the headers of a request have to come within `timeout` of its first byte, or of the connection's start;
+    - the headers of a request have to come within `timeout` of its first byte, of the connection's start, or of the
+      last answer to a request before;
     - once more was written than the buffers hold, the client has to take some of it within `timeout`.
     """
 
@@ -36,7 +37,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None  # runs while headers are awaited
         self._write_timer: asyncio.TimerHandle | None = None  # runs while a client does not read
         self._probe_timer: asyncio.TimerHandle | None = None  # runs while a client that sends no more waits
-        self._num_header_bytes = 0
+        self._num_header_bytes = 0  # while headers are awaited: how long they are, at least
         self._received = b""  # the bytes that the parser is reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -73,14 +74,12 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._received = data
+        self._num_header_bytes += len(data)
         super().data_received(data)
-        if self._timer is not None:
-            self._num_header_bytes += len(data)
-            if self._num_header_bytes > MAX_HEADER_BYTES:
-                self.transport.abort()
+        if self._timer is not None and self._num_header_bytes > MAX_HEADER_BYTES:
+            self.transport.abort()
 
     def on_message_begin(self) -> None:
-        self._stop_timer()
         self._start_timer()
         super().on_message_begin()
 
@@ -90,8 +89,14 @@ class Connection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        self._num_header_bytes = 0  # what follows in the same read is not counted: the parser does not tell its length
         if not self._is_offer():
             super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if self._timer is not None:  # the next request has begun, and perhaps was not read while this one ran
+            self._start_timer()
+        super().on_response_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         super()._start_asgi_task(cycle, without_chunks(cycle, app) if cycle.scope["http_version"] == "1.0" else app)
@@ -137,8 +142,15 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _start_timer(self) -> None:
-        self._num_header_bytes = 0
-        self._timer = self.loop.call_later(self.timeout, self.transport.abort)
+        self._stop_timer()
+        self._timer = self.loop.call_later(self.timeout, self._end_if_idle)
+
+    def _end_if_idle(self) -> None:
+        """Headers are late. While an answer is under way, it may be the server that does not read."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+        else:
+            self._start_timer()
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -29,6 +30,7 @@ MakeApp = Callable[[AsyncLLMEngine, ServerConfig], ASGIApp]
 KEEP_ALIVE_SECONDS = 65  # of an idle connection: longer than that of clients and proxies, so that they close first
 FLUSH_SECONDS = 3.0  # when the server stops, clients have this time to take answers that are complete
 POLL_SECONDS = 0.02
+WARNING_SECONDS = 10.0  # between warnings that connections wait for free files, at least
 
 
 def run_server(make_app: MakeApp, engine: AsyncLLMEngine, config: ServerConfig, sockets: list[socket.socket]) -> int:
@@ -88,12 +90,14 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                backlog=1,  # of asyncio; that of the kernel is the `Listener`'s
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
             )
         )
         self._engine = engine
         self._shutdown_timeout = config.shutdown_timeout
+        self._warning_due = 0.0
 
     def stop(self) -> None:
         """Begin to stop. Any thread may call this, and so may a signal handler."""
@@ -113,6 +117,19 @@ class Server(uvicorn.Server):
         if self.should_exit:
             os._exit(128 + sig)
         self.stop()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._handle_error)
+        await super().startup(sockets)
+
+    def _handle_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """What nobody catches. While no file is free for a connection, asyncio tries again every second, for ever."""
+        if context.get("message") != "socket.accept() out of system resource":
+            loop.default_exception_handler(context)
+        elif time.monotonic() >= self._warning_due:
+            self._warning_due = time.monotonic() + WARNING_SECONDS
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            logger.warning("a connection waits: %s; this process may open %d", context["exception"].strerror, limit)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Four stages, each for what the stage before has left: wait, abort, cut off, leave the rest to asyncio."""

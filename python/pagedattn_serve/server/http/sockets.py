@@ -11,6 +11,18 @@ from contextlib import suppress
 from pagedattn_serve.errors import ArgumentOSError
 
 MAX_UDS_BYTES = 107  # of Linux
+NUM_WAITING = 2048  # connections that the kernel takes before the server does, at most
+
+
+class Listener(socket.socket):
+    """A socket on which NUM_WAITING connections may wait, whatever number `listen` is told.
+
+    asyncio tells the socket the number of connections that asyncio takes at once, which has to be small: if no file is
+    free for the first, asyncio tries all others at once, and later once more for each of them.
+    """
+
+    def listen(self, backlog: int = NUM_WAITING, /) -> None:
+        super().listen(NUM_WAITING)
 
 
 def bind_unix(path: str) -> list[socket.socket]:
@@ -18,7 +30,7 @@ def bind_unix(path: str) -> list[socket.socket]:
 
     Raises OSError, which names what is wrong.
     """
-    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound = Listener(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         remove_abandoned(path)
         bound.bind(path)
@@ -61,7 +73,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(addresses):
-            sockets.append(socket.socket(family, kind, protocol))
+            sockets.append(Listener(family, kind, protocol))
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import resource
 import socket
 import ssl
 import struct
@@ -22,10 +24,13 @@ from pagedattn_serve.server.http import connection
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.middleware import add_middleware
 from pagedattn_serve.server.http.run import Server
-from pagedattn_serve.server.http.sockets import bind, bind_unix, listen, port_of
+from pagedattn_serve.server.http.sockets import Listener, bind, bind_unix, listen, port_of
 
 TIMEOUT = 0.3
 REQUEST = b"GET / HTTP/1.1\r\nHost: server\r\n\r\n"
+HELD = REQUEST.replace(b"/", b"/held", 1)
+LONG_REQUEST = REQUEST[:-2] + b"X-A: " + b"b" * 50_000 + b"\r\n\r\n"
+LONG_POST = b"POST /length HTTP/1.1\r\nHost: server\r\nContent-Length: 70000\r\n\r\n" + b"x" * 70_000
 
 CERTIFICATE = str(Path(__file__).with_name("localhost.pem"))  # with its key; until 2126
 
@@ -75,6 +80,18 @@ def unanswered(left: list[str]) -> Callable[[Request], Awaitable[Response]]:
     return respond
 
 
+def held(left: list[str]) -> Callable[[Request], Awaitable[Response]]:
+    """No answer until `left` says "go on"; notes in `left` that the request has begun."""
+
+    async def respond(request: Request) -> Response:
+        left.append("begun")
+        while "go on" not in left:
+            await asyncio.sleep(0.01)
+        return PlainTextResponse("held")
+
+    return respond
+
+
 def endless(left: list[str]) -> Callable[[Request], Awaitable[Response]]:
     """More than the buffers of a connection hold, for ever; notes in `left` that it was ended."""
 
@@ -101,6 +118,7 @@ def with_server(
         routes = [Route("/", hello), Route("/length", echo_length, methods=["POST"]), Route("/parts", two_parts)]
         noted = left if left is not None else []
         routes += [Route("/endless", endless(noted)), Route("/unanswered", unanswered(noted))]
+        routes += [Route("/held", held(noted))]
         app = Starlette(routes=routes)
         server_config = ServerConfig(port=0, **{"read_timeout": TIMEOUT} | config)
         add_middleware(app, server_config)
@@ -158,10 +176,11 @@ def test_headers_that_trickle() -> None:
     with_server(client)
 
 
-def test_headers_without_end() -> None:
+@pytest.mark.parametrize("before", [b"", LONG_POST])
+def test_headers_without_end(before: bytes) -> None:
     async def client(port: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(REQUEST[:-2])
+        writer.write(before + REQUEST[:-2])
         with suppress(ConnectionError):
             for _ in range(1000):
                 writer.write(b"X-A: " + b"b" * 1000 + b"\r\n")
@@ -169,6 +188,95 @@ def test_headers_without_end() -> None:
         await seconds_until_cut(reader)
 
     with_server(client, read_timeout=3600)
+
+
+@pytest.mark.parametrize(
+    ("before", "answers"), [(LONG_POST, [b"70000"]), (LONG_REQUEST * 2, [b"hello"] * 2)], ids=["body", "headers"]
+)
+def test_headers_behind_other_requests(before: bytes, answers: list[bytes], tmp_path: Path) -> None:
+    """Only their own bytes count. Here they come in one read with more bytes than headers may have."""
+    path = str(tmp_path / "server")
+
+    async def client(_: int) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        connection.sendall(before + REQUEST[:30])  # all is there when the server reads
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        for answer in answers:
+            await reader.readuntil(b"\r\n\r\n" + answer)
+        writer.write(REQUEST[30:])
+        await reader.readuntil(b"\r\n\r\nhello")
+        writer.close()
+
+    with_server(client, sockets=bind_unix(path), uds=path, read_timeout=WAIT_SECONDS)
+
+
+def test_headers_that_come_while_another_request_runs() -> None:
+    """The server does not read while requests wait, so it cuts nobody off for that. Afterwards it does."""
+    left: list[str] = []
+
+    async def client(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HELD + REQUEST + REQUEST[:9])
+        while not left:
+            await asyncio.sleep(0.01)
+        witness, _ = await asyncio.open_connection("127.0.0.1", port)
+        await seconds_until_cut(witness)  # whose time began later
+        writer.write(REQUEST[9:] + REQUEST[:9])
+        left.append("go on")
+        for answer in (b"held", b"hello", b"hello"):
+            await reader.readuntil(b"\r\n\r\n" + answer)
+        await seconds_until_cut(reader)
+
+    with_server(client, left)
+
+
+def test_no_file_is_free_for_a_connection(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Who is connected is served, others wait, and one warning says so."""
+    tries: list[Listener] = []
+
+    def accept(listener: Listener) -> tuple[socket.socket, Any]:
+        tries.append(listener)
+        return socket.socket.accept(listener)
+
+    monkeypatch.setattr(Listener, "accept", accept)
+    monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.01)
+
+    async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST)
+        await reader.readuntil(b"hello")
+
+    async def client(port: int) -> None:
+        connected = await asyncio.open_connection("127.0.0.1", port)
+        await ask(*connected)
+        tries.clear()
+        waiting = [socket.socket() for _ in range(3)]
+        taken: list[int] = []
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, limits[1]))
+        try:
+            with suppress(OSError):
+                while True:
+                    taken.append(os.open(os.devnull, os.O_RDONLY))
+            for each in waiting:
+                each.connect(("127.0.0.1", port))
+            while len(tries) < 6:
+                await ask(*connected)
+        finally:
+            for file in taken:
+                os.close(file)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert len(tries) < 100  # asyncio takes a connection at a time, or it would try a backlog's number of times
+        asyncio.get_running_loop().call_exception_handler({"message": "something else"})
+        for each in waiting:
+            reader, writer = await asyncio.open_connection(sock=each)
+            await ask(reader, writer)
+            writer.close()
+
+    with_server(client, read_timeout=WAIT_SECONDS)
+    waits, other = (record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR"))
+    assert waits.startswith("a connection waits: Too many open files; this process may open ")
+    assert other == "something else"
 
 
 def test_an_idle_connection_stays() -> None:
