@@ -4,12 +4,14 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Container, Mapping
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from op_table import OPS
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedattn_ext import SharedMemoryGroup, ops
 
@@ -167,3 +169,16 @@ def assert_rejected(op: str, arguments: Mapping[str, object], argument: str, err
     known = inspect.signature(wrapper).parameters
     if any(name in known for name in argument.strip("()").split("|")):
         assert_raises_and_writes_nothing(wrapper, for_wrapper(op, arguments), error, message)
+
+
+class CountsConverted(TorchDispatchMode):
+    """Within it, `rows` gets how many rows a tensor of this dtype has where torch converts it into another dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype, self.rows = dtype, set[int]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op is torch.ops.aten._to_copy.default and args[0].dtype == self.dtype:
+            self.rows.add(len(args[0]))
+        return op(*args, **kwargs or {})

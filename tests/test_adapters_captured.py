@@ -61,6 +61,12 @@ def padded() -> Arguments:
     return arguments | caches | {"cache_batch_idx": indices(2, 0), "cache_leftpad": indices(1, 0)}
 
 
+def padded_pages() -> Arguments:
+    """Pages of keys between pages of values."""
+    caches = normal(NUM_PAGES, 2, PAGE_SIZE, KV_HEADS, HEAD_SIZE).unbind(1)
+    return paged(2) | dict(zip(("k_cache", "v_cache"), caches, strict=True)) | {"cache_leftpad": indices(1, 0)}
+
+
 def other_heads() -> Arguments:
     """Heads that the ops do not take as they are, and ALiBi slopes of each sequence."""
     arguments = {name: t[..., :13] if t.dim() == 4 else t for name, t in paged().items()}
@@ -126,6 +132,7 @@ STEPS: dict[str, tuple[Callable[[], Arguments], Callable[[Arguments], Any]]] = {
     "other heads": (other_heads, with_kvcache),
     "scaled": (scaled, with_kvcache),
     "padded": (padded, with_kvcache),
+    "padded pages": (padded_pages, with_kvcache),
     "used": (used, varlen),
     "lists": (lists, append_and_run),
 }
@@ -159,7 +166,7 @@ def test_graph(name: str) -> None:
                     arguments[lengths].add_(1)
 
 
-@pytest.mark.parametrize("name", ["ragged", "scaled", "used", "lists"])
+@pytest.mark.parametrize("name", ["ragged", "other heads", "scaled", "padded pages", "used", "lists"])
 def test_compiled(name: str) -> None:
     """Of flash-attn's steps those with the most ops."""
     make, step = STEPS[name]
@@ -211,6 +218,10 @@ LEAVING: list[tuple[str, str, Tensor, str]] = [
     ("padded", "cache_leftpad", indices(8, 0), "left_padding"),
     ("padded", "cache_leftpad", indices(-1, 0), "left_padding"),
     ("padded", "cache_batch_idx", indices(4, 0), "block_tables"),
+    ("padded pages", "cache_leftpad", indices(8, 0), "left_padding"),
+    ("padded pages", "block_table", indices([3, 8], [0, 5]), "block_tables"),
+    ("other heads", "block_table", indices([3, 8], [0, 5]), "block_tables"),
+    ("other heads", "cache_seqlens", indices(5, 12), "cached_lens"),
     ("used", "seqused_k", indices(4, 5), "seq_lens"),
     ("used", "cu_seqlens_k", indices(0, 3, 11), "end_blocks"),
     ("lists", "seq_lens", indices(9, 4), "positions"),

@@ -2,6 +2,7 @@
 sequence, attention in chunks, scales by head and fp8 queries, rows that are not used, a given output."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ from checks import assert_close_to_reference, assert_same_bits
 from torch import Tensor
 
 from pagedattn_ext import CPUGraph
-from pagedattn_ext.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from pagedattn_ext.flash_attn import _attend, flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 HEADS, KV_HEADS = 4, 2
 FP8 = torch.float8_e4m3fn
@@ -419,6 +420,76 @@ def test_padding_of_a_sequence_without_tokens() -> None:
         expected = flash_attn_with_kvcache(q, *caches, block_table=torch.nn.functional.pad(table, (0, 1)), **step)
         assert_same_bits(flash_attn_with_kvcache(q, *caches, block_table=table, **step), expected)
     assert not expected[2].any()
+
+
+@pytest.mark.parametrize(("head_size", "padding"), [(16, [2, 1]), (13, None), (13, [2, 1])])
+def test_copied_pages_are_those_of_the_batch(
+    head_size: int, padding: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another thread writes to its own page meanwhile, stays."""
+    copied: list[list[int]] = []
+    converted_rows, call = _attend.converted_rows, _attend.call
+
+    def recorded(tensor: Tensor, rows: Tensor, convert: Any) -> Tensor:
+        copied.append(rows.tolist())
+        return converted_rows(tensor, rows, convert)
+
+    def call_while_another_writes(*args: Any, **kwargs: Any) -> Any:
+        cache[4] = 7
+        return call(*args, **kwargs)
+
+    q, new = torch.randn(2, 2, HEADS, head_size), torch.randn(2, 2, 2, KV_HEADS, head_size)
+    cache = torch.randn(9, 2, 3, KV_HEADS, head_size)  # keys and values by turns
+    expected = cache.transpose(0, 1).contiguous()
+    # Behind the pages of a sequence its row may have anything.
+    step: dict[str, Any] = {"block_table": torch.tensor([[5, 2, 4, -1], [8, 0, 99, 4]]), "causal": True}
+    step |= {"cache_seqlens": torch.tensor([4, 1])}
+    step |= {} if padding is None else {"cache_leftpad": torch.tensor(padding)}
+    right = flash_attn_with_kvcache(q, *expected, *new, **step)
+    monkeypatch.setattr(_attend, "converted_rows", recorded)
+    monkeypatch.setattr(_attend, "call", call_while_another_writes)
+    assert_same_bits(flash_attn_with_kvcache(q, *cache.unbind(1), *new, **step), right)
+    expected[:, 4] = 7
+    assert_same_bits(cache.transpose(0, 1).contiguous(), expected)
+    assert copied[0] == [5, 2, 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+@pytest.mark.parametrize("counts", [[0, 2, 1], [0, 0, 0]])
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_rows_behind_the_new_tokens_are_not_written(dtype: torch.dtype, counts: list[int], is_captured: bool) -> None:
+    """Nor is any page that is not copied."""
+    q, new = torch.randn(3, HEADS, 13), torch.randn(2, 5, KV_HEADS, 13)
+    cache = torch.randn(2, 9, 3, KV_HEADS, 13).to(dtype)
+    expected = cache.clone()
+    step: dict[str, Any] = {"cache_seqlens": torch.tensor([4, 1, 2]), "cu_seqlens_k_new": starts(counts)}
+    step |= {"block_table": torch.tensor([[5, 2], [8, 0], [3, 1]]), "cu_seqlens_q": starts([1, 1, 1])}
+    graph = CPUGraph()
+    with graph.capture() if is_captured else nullcontext(), torch.inference_mode():
+        flash_attn_with_kvcache(q, *cache, *new, **step)
+    if is_captured:
+        assert_same_bits(cache, expected)
+        graph.replay()
+    if any(counts):
+        for page, offset, row in ((8, 1, 0), (8, 2, 1), (3, 2, 2)):
+            expected[:, page, offset] = new[:, row].to(dtype)
+    assert_same_bits(cache, expected)
+
+
+def test_scales_of_an_empty_batch() -> None:
+    """One element expanded to [0, num_kv_heads] has no element."""
+    cache, table = torch.zeros(2, 4, 3, KV_HEADS, 16).to(FP8), torch.zeros(0, 2, dtype=torch.int32)
+    scales = dict.fromkeys(("k_descale", "v_descale"), torch.ones(1).expand(0, KV_HEADS))
+    q, lengths = torch.zeros(0, HEADS, 16), torch.zeros(0, dtype=torch.int32)
+    ragged = {"max_seqlen_q": 1, "max_seqlen_k": 3, "block_table": table, "seqused_k": lengths}
+    assert flash_attn_varlen_func(q, *cache, starts([]), **ragged, **scales).shape == (0, HEADS, 16)
+    assert flash_attn_func(q[:, None], *cache[:, :0], **scales).shape == (0, 1, HEADS, 16)
+    step = {"cache_seqlens": lengths, "block_table": table, **scales}
+    new = torch.zeros(2, 0, 3, KV_HEADS, 16)
+    assert flash_attn_with_kvcache(q[:, None], *cache, *new, **step).shape == (0, 1, HEADS, 16)
+    scales["k_descale"] = scales["k_descale"][:, :1]
+    with pytest.raises(ValueError, match=r"^flash_attn_func: k_descale: expected one element, or shape \[0, 2\]"):
+        flash_attn_func(q[:, None], *cache[:, :0], **scales)
 
 
 SCALES = pytest.mark.parametrize("scales", ["none", "one", "by head"])

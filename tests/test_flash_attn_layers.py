@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from brute_force import starts
-from checks import assert_close_to_reference, assert_same_bits
+from checks import CountsConverted, assert_close_to_reference, assert_same_bits
 from torch import Tensor
 from torch.nn import functional
 
@@ -130,6 +130,20 @@ def test_cos_and_sin_of_another_dtype(dtype: torch.dtype) -> None:
     x = torch.randn(1, 4, 2, 8).to(dtype)
     expected = rotated(x, torch.arange(4)[None])
     assert_close_to_reference(apply_rotary_emb(x, COS, SIN), expected, expected.to(dtype))
+
+
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_rows_of_long_cos_and_sin(conjugate: bool) -> None:
+    """Of a table that must be converted, here of fp64 and between others, only the rows at the positions are."""
+    x, offsets = torch.randn(2, 5, 3, 12), torch.tensor([7, 900])
+    cos, sin = torch.rand(1000, 2 * 4, dtype=torch.float64).chunk(2, 1)
+    whole = cos.float().contiguous(), sin.float().contiguous()
+    with CountsConverted(torch.float64) as counts:
+        out = apply_rotary(x, cos, sin, offsets, conjugate=conjugate)
+    assert counts.rows == {10}
+    assert_same_bits(out, apply_rotary(x, whole[0], -whole[1] if conjugate else whole[1], offsets))
+    with pytest.raises(ValueError, match=r"^apply_rotary: seqlen_offsets: expected 0 to 999 .*, got 1000"):
+        apply_rotary(x, cos, sin, offsets + 96, conjugate=conjugate)
 
 
 @pytest.mark.parametrize("packing", ["qkv", "grouped", "kv"])

@@ -29,8 +29,8 @@ RowView check_rows(const Door& door, const char* argument, const Tensor& tokens,
     return {num_tokens, cache.num_kv_heads * cache.head_size, tokens.stride(0)};
   }
   const int64_t num_seqs = tokens.size(0);
-  door.shape(argument, tokens,
-             {num_seqs, num_tokens / std::max<int64_t>(num_seqs, 1), cache.num_kv_heads, cache.head_size});
+  const int64_t tokens_per_seq = num_seqs > 0 ? num_tokens / num_seqs : tokens.size(1);  // of no sequence, any number
+  door.shape(argument, tokens, {num_seqs, tokens_per_seq, cache.num_kv_heads, cache.head_size});
   door.contiguous_from(argument, tokens, 2);
   return door.rows_before(argument, tokens, 2, cache.num_kv_heads * cache.head_size);
 }

@@ -80,7 +80,8 @@ def is_one_scale(scale: float | Tensor | None) -> bool:
     """Whether a scale is the same for the whole cache: none, a float, or a tensor of one element, expanded or not."""
     if not isinstance(scale, Tensor):
         return True
-    return all(size == 1 or stride == 0 for size, stride in zip(scale.shape, scale.stride(), strict=True))
+    each = zip(scale.shape, scale.stride(), strict=True)
+    return scale.numel() > 0 and all(size == 1 or stride == 0 for size, stride in each)
 
 
 def call_as(
@@ -253,18 +254,40 @@ def states_before(
     return states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
-def write_to_slots(memory: Tensor, slots: Tensor, values: Tensor, is_written: Tensor) -> None:
+def converted_rows(tensor: Tensor, rows: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
+    """convert(tensor). If `rows` are fewer than the rows of the tensor, only these are converted, and the others hold
+    anything. So a call costs what its rows cost. The rows keep their numbers, so that an op checks `rows` as for the
+    tensor itself.
+
+    Args:
+        tensor: [num_rows, ...].
+        rows: of any shape. Numbers outside of the tensor are left to the op, which refuses them.
+        convert: row by row, to a contiguous tensor.
+    """
+    if tensor.dim() == 0 or rows.numel() >= len(tensor):
+        return convert(tensor)
+    rows = rows.flatten().to(tensor.device, torch.int64).clamp(0, len(tensor) - 1)
+    converted = convert(tensor[rows])
+    memory = converted.new_empty(len(tensor), *converted.shape[1:])
+    memory[rows] = converted
+    return memory
+
+
+def write_to_slots(
+    memory: Tensor, slots: Tensor, values: Tensor, is_written: Tensor, page_size: int | None = None
+) -> None:
     """memory[slots] = values, where is_written. All shapes are known, so that a graph can record it.
 
     Args:
-        memory: [num_slots, ...], any dtype.
-        slots: int32 or int64 [num_seqs]; any number where nothing is written.
-        values: [num_seqs, ...].
-        is_written: bool [num_seqs].
+        memory: [num_slots, ...], or with a page_size [num_pages, page_size, ...]; any dtype.
+        slots: int32 or int64 [num_values]; any number where nothing is written.
+        values: [num_values, ...].
+        is_written: bool [num_values].
     """
-    if len(slots) == 0:
+    if len(slots) == 0 or (slots.is_cpu and not is_recorded(slots.device) and not is_written.any()):
         return
     # What is not written becomes the first that is, once more.
     sources = torch.arange(len(slots), device=slots.device).where(is_written, is_written.int().argmax())
     slots = slots[sources].clamp_min(0)
-    memory[slots] = values[sources].to(memory.dtype).where(is_written.any(), memory[slots])
+    places = (slots,) if page_size is None else (slots // page_size, slots % page_size)
+    memory[places] = values[sources].to(memory.dtype).where(is_written.any(), memory[places])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import call_as, refuse_bools, scale_tensor
+from ._adapters import call_as, is_recorded, refuse_bools, scale_tensor
 from ._index_checks import check_indices, num_seqs_of
 from .ops._call import check_rank, check_tensors, to_int
 
@@ -70,7 +70,7 @@ def cp_gather_cache(
         expected = f"{src_cache.dtype}, as src_cache"
         raise TypeError(f"{function.__qualname__}: dst: expected {expected}, got {dst.dtype}")
     num_seqs = to_int(function.__qualname__, "batch_size", batch_size)
-    is_token, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, num_seqs)
+    dst, is_token, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, num_seqs)
     dst.copy_(torch.where(is_token, rows, dst))
 
 
@@ -106,7 +106,7 @@ def gather_and_maybe_dequant_cache(
         expected = f"uint8 or {FP8[kv_cache_dtype]} with kv_cache_dtype {kv_cache_dtype!r}"
         raise TypeError(f"{function.__qualname__}: src_cache: expected {expected}, got {src_cache.dtype}")
     num_seqs = num_seqs_of(function, "cu_seq_lens", cu_seq_lens)
-    is_token, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, num_seqs)
+    dst, is_token, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, num_seqs)
     if kv_cache_dtype != "auto":
         rows = rows.float() if factor is None else rows.float() * factor.to(rows.device)
     dst.copy_(torch.where(is_token, rows.to(dst.dtype), dst))
@@ -120,9 +120,9 @@ def _gathered(
     cu_seq_lens: Tensor,
     seq_starts: Tensor | None,
     num_seqs: int,
-) -> tuple[Tensor, Tensor]:
-    """Which rows of dst are to be written [len(dst), 1], and what they get, in the cache's dtype; the others get
-    anything. To leave the others out is to wait for a GPU."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first rows of dst, which of them are to be written [num_rows, 1], and what they get, in the cache's dtype.
+    The others get anything. To leave the others out is to wait for a GPU, and a graph cannot."""
     name = function.__qualname__
     check_tensors(name, block_table=block_table, cu_seq_lens=cu_seq_lens)
     check_rank(name, "src_cache", src_cache, 3)
@@ -131,6 +131,8 @@ def _gathered(
     if dst.dim() != 2 or dst.shape[1] != entry_size:
         expected = f"shape [num_tokens, {entry_size}], as src_cache"
         raise ValueError(f"{name}: dst: expected {expected}, got {list(dst.shape)}")
+    if cu_seq_lens.is_cpu and num_seqs >= 0 and not is_recorded(dst.device):
+        dst = dst[: int(cu_seq_lens[-1])]
     first = torch.zeros_like(cu_seq_lens[1:]) if seq_starts is None else seq_starts
     names = {"start_loc": "cu_seq_lens", "first_positions": "seq_starts", "block_tables": "block_table"}
     names["positions"] = "cu_seq_lens" if seq_starts is None else "seq_starts"
@@ -141,7 +143,7 @@ def _gathered(
     )  # fmt: skip
     is_token = (slots >= 0)[:, None]  # behind them is padding
     if num_blocks * block_size == 0:
-        return is_token, dst.to(src_cache.dtype)
+        return dst, is_token, dst.to(src_cache.dtype)
     slots = slots.clamp(min=0)
     memory = src_cache.view(torch.uint8) if src_cache.dtype.itemsize == 1 else src_cache
-    return is_token, memory[slots // block_size, slots % block_size].view(src_cache.dtype)
+    return dst, is_token, memory[slots // block_size, slots % block_size].view(src_cache.dtype)

@@ -150,6 +150,12 @@ def test_no_tokens(device):
     out, lse = OPS.append_and_attend(**step | none)
     assert out.shape == (0, HEADS, HEAD_SIZE)
     assert lse.shape == (0, HEADS)
+    for options in ({}, rotary(torch.float32, device)):  # of no sequence, with several rows each
+        equal = make_step("equal", torch.float32, torch.float32, device) | none | options
+        for name in ("query", "key", "value"):
+            equal[name] = equal[name][:, None].expand(-1, 3, -1, -1)
+        equal["query_start_loc"] = equal["query_start_loc"][:1]
+        assert OPS.append_and_attend(**equal)[0].shape == (0, 3, HEADS, HEAD_SIZE)
 
 
 def ints(*values: Any) -> Tensor:

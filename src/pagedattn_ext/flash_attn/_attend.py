@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._adapters import call_as, is_one_scale, refuse_bools, scale_tensor, sequences_of_rows
+from .. import ops
+from .._adapters import (
+    call_as,
+    converted_rows,
+    is_one_scale,
+    is_recorded,
+    refuse_bools,
+    scale_tensor,
+    sequences_of_rows,
+    write_to_slots,
+)
 from .._index_checks import values_are_checked
 from ..ops._call import call, check_rank, check_tensors, given
 
@@ -30,6 +40,10 @@ class NewTokens(NamedTuple):
     key: Tensor
     value: Tensor
     starts: Tensor | None
+
+    def lens(self) -> Tensor | int:
+        """How many each sequence has."""
+        return 1 if self.starts is None else self.starts.diff()
 
 
 class Extras(NamedTuple):
@@ -73,15 +87,14 @@ def attend_pages(
         _check_widths(query, key_cache)
         if new is not None:
             _check_new_widths(new, key_cache, value_cache)
+        _check_batch(query.flatten(0, -3), keys, starts)
         width = _width_of_op(key_cache, value_cache)
-        wide = _widened(key_cache, width), _widened(value_cache, width)
+        key_copy, value_copy = copied_pages(keys, new, partial(_widened, width=width))
+        wide_new = None if new is None else NewTokens(_widened(new.key, width), _widened(new.value, width), new.starts)
+        wide = key_copy, value_copy, block_tables, seq_lens
+        out, lse = attend_pages(function, _widened(query, width), wide, starts, options, extras, wide_new)
         if new is not None:
-            new = NewTokens(_widened(new.key, width), _widened(new.value, width), new.starts)
-        keys = (*wide, block_tables, seq_lens)
-        out, lse = attend_pages(function, _widened(query, width), keys, starts, options, extras, new)
-        if new is not None:
-            key_cache.copy_(wide[0][..., : key_cache.shape[-1]])
-            value_cache.copy_(wide[1][..., : value_cache.shape[-1]])
+            write_back(new, block_tables, seq_lens, (key_cache, key_copy), (value_cache, value_copy))
         return out[..., : value_cache.shape[-1]].contiguous(), lse
     options = {**options, **_scales(function, extras)} if has_scales else options.copy()
     if starts is not None:
@@ -161,6 +174,34 @@ def _check_new_widths(new: NewTokens, key_cache: Tensor, value_cache: Tensor) ->
 def _widened(tensor: Tensor, width: int) -> Tensor:
     """A copy with zeros behind each head. They change no product of queries and keys, and the results are cut."""
     return pad(tensor, (0, width - tensor.shape[-1]))
+
+
+# ---- copies of pages -------------------------------------------------------------------------------------------------
+
+
+def copied_pages(keys: Keys, new: NewTokens | None, convert: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """convert(key_cache) and convert(value_cache), in memory of their own, which holds the pages of the batch, under
+    the same numbers. The others may hold anything."""
+    key_cache, value_cache, pages, seq_lens = keys
+    if pages.is_cpu and not is_recorded(pages.device):  # how many are used is a value
+        seq_lens = seq_lens + (0 if new is None else new.lens())
+        pages = pages[torch.arange(pages.shape[1]) * key_cache.shape[1] < seq_lens[:, None]]
+    return converted_rows(key_cache, pages, convert), converted_rows(value_cache, pages, convert)
+
+
+def write_back(
+    new: NewTokens, block_tables: Tensor, cached_lens: Tensor, *caches_and_copies: tuple[Tensor, Tensor]
+) -> None:
+    """Writes to caches what the op has appended to `copied_pages` of them, and nothing else: other tokens may be those
+    of other threads."""
+    num_blocks, page_size = caches_and_copies[0][0].shape[:2]
+    sequences, positions = None, cached_lens.contiguous()
+    if new.starts is not None:
+        sequences, positions = ops.batch_positions(new.starts, positions, new.key.shape[:-2].numel())
+    slots = ops.compute_slot_mapping(positions, block_tables, page_size, num_blocks, batch_indices=sequences)
+    places = slots // page_size, slots % page_size
+    for cache, copy in caches_and_copies:
+        write_to_slots(cache, slots, copy[places][..., : cache.shape[-1]], slots >= 0, page_size)
 
 
 # ---- scales ----------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from ._arguments import (
     sinks_of,
     with_contiguous_heads,
 )
-from ._attend import Extras, Keys, NewTokens, attend_pages, attend_ragged
+from ._attend import Extras, Keys, NewTokens, attend_pages, attend_ragged, copied_pages, write_back
 
 
 def flash_attn_func(
@@ -264,7 +264,7 @@ def flash_attn_with_kvcache(
         q: [batch, seqlen_q, num_heads, head_size]; with cu_seqlens_q [total_q, num_heads, head_size].
         k_cache, v_cache: [batch_cache, seqlen_cache, num_kv_heads, head_size or head_size_v]; with a block table
             [num_blocks, block_size, num_kv_heads, head_size or head_size_v]. fp8 caches hold the element / k_descale.
-            Where head_size is not head_size_v or no multiple of 16 bytes, the caches are copied at each call.
+            Where head_size is not head_size_v or no multiple of 16 bytes, each call copies the pages of its batch.
         k, v: new tokens, [batch, seqlen_new, num_kv_heads, head_size]; with cu_seqlens_k_new [total_new, ...].
             If both have the dtype of fp8 caches, they are the caches' numbers, whatever the scales are.
         rotary_cos, rotary_sin: [max_position, rot_dim / 2]. New key j is rotated by position cache_seqlens + j, row i
@@ -398,10 +398,13 @@ def _attend_behind_padding(
     check_indices(function, "cache_leftpad", cache_leftpad, cache_seqlens.shape[0])
     seq_lens = cache_seqlens
     if new is not None:
-        seq_lens = seq_lens + (1 if new.starts is None else new.starts.diff())
-    # Tokens are pages. A copy, as of sequences that do not lie side by side, is copied back. The strides say what is a
-    # copy, because torch.compile knows no addresses. One page, or pages of one token, are no copy, whatever they say.
-    caches = k_cache.flatten(0, 1)[:, None], v_cache.flatten(0, 1)[:, None]
+        seq_lens = seq_lens + new.lens()
+    # Tokens are pages. Pages that do not lie side by side are copied.
+    caches = k_cache, v_cache
+    are_copied = not (_lie_side_by_side(k_cache) and _lie_side_by_side(v_cache))
+    if are_copied:
+        caches = copied_pages(keys, new, partial(torch.clone, memory_format=torch.contiguous_format))
+    k_tokens, v_tokens = (cache.flatten(0, 1)[:, None] for cache in caches)
     sequences = torch.arange(num_seqs, device=query.device)
     first = sequences * num_slots
     places = ops.consecutive_block_tables(  # of tokens, if all sequences had their pages side by side
@@ -412,15 +415,20 @@ def _attend_behind_padding(
         (places % max(num_slots, 1)).long().flatten(), block_table, page_size, num_blocks,
         batch_indices=torch.where(is_token, sequences[:, None], -1).flatten(),
     ).view(num_seqs, num_slots)  # fmt: skip
-    keys = (*caches, tables, cache_seqlens - cache_leftpad)
+    keys = (k_tokens, v_tokens, tables, cache_seqlens - cache_leftpad)
     if "rotary_cos" in options:  # positions count the padding
         options = {"rotary_lens": cache_seqlens.contiguous(), **options}
     result = attend_pages(function, query, keys, starts, options, extras, new)
-    if new is not None and num_blocks > 1 and page_size > 1:
-        for cache, tokens in zip((k_cache, v_cache), caches, strict=True):
-            if cache.stride(0) != page_size * cache.stride(1):
-                cache.copy_(tokens.view_as(cache))
+    if new is not None and are_copied:
+        write_back(new, block_table, cache_seqlens, (k_cache, caches[0]), (v_cache, caches[1]))
     return result
+
+
+def _lie_side_by_side(cache: Tensor) -> bool:
+    """Whether the tokens of all pages are evenly spaced. With one page, or pages of one token, one of the two strides
+    means nothing."""
+    num_blocks, page_size = cache.shape[:2]
+    return num_blocks <= 1 or page_size <= 1 or cache.stride(0) == page_size * cache.stride(1)
 
 
 def _rotary_options(

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_scales, check_shape
+from .._adapters import call_as, check_scales, check_shape, converted_rows
 from .._index_checks import check_indices
 from ..ops._call import check_rank, check_tensors
-from .page import check_layout, pages_of, pair_of, write_slots
+from .page import as_fp16, check_layout, pages_of, pair_of, write_slots
 
 Function = Callable[..., Any]
 
@@ -144,7 +144,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
     k_rope, k_nope = outs[1].copy_(numbers[1]), outs[3].copy_(numbers[3])
     if v is None:
         rows_and_caches = [
-            (_as_fp16(function, name, rows), _as_fp16(function, "paged_kv_cache", cache))
+            (as_fp16(function, name, rows), as_fp16(function, "paged_kv_cache", cache))
             for name, rows, cache in (("k_nope", k_nope, caches[0]), ("k_rope", k_rope, caches[1]))
         ]
         for written in (slice(0), slice(None)):  # no row first: both caches are checked before anything is written
@@ -161,16 +161,6 @@ def rope_quantize_fp8_append_paged_kv_cache(
 SLOT_NAMES = {"block_tables": "kv_indices", "block_start_loc": "kv_indptr", "block_size": "page_size"}
 CACHE_NAMES = dict.fromkeys(("key_cache", "value_cache", "kv_cache"), "paged_kv_cache")
 CACHE_NAMES |= {"key": "k_rope", "value": "v"}
-
-
-def _as_fp16(function: Function, name: str, tensor: Tensor) -> Tensor:
-    """Two elements of fp8 as one of fp16, for an op that moves them."""
-    try:
-        return tensor.view(torch.float16)
-    except RuntimeError:
-        expected = "rows of an even number of elements, side by side"
-        got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
-        raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got {got}") from None
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # q_rope, k_rope, q_nope, k_nope
@@ -253,10 +243,9 @@ def _rotated_and_scaled(
     query, key = (each.clone() if each is part else each for each, part in zip((query, key), whole[:2], strict=True))
     names = {"query": "q_rope", "key": "k_rope", "positions": "pos_ids"}
     heads = key[:, None] if key.dim() == 2 else key
-    call_as(
-        function, names, ops.rotary_embedding, pos_ids.long(), query, heads, query.shape[2],
-        cos_sin_cache.float(), is_neox,
-    )  # fmt: skip
+    if cos_sin_cache.dtype != torch.float32:
+        cos_sin_cache = converted_rows(cos_sin_cache, pos_ids, Tensor.float)
+    call_as(function, names, ops.rotary_embedding, pos_ids.long(), query, heads, query.shape[2], cos_sin_cache, is_neox)
     rotated = query, key, *whole[2:]
     return [_scaled(part, scale, dtype) for part, scale in zip(rotated, (scale_q, scale_kv) * 2, strict=True)], memory
 

@@ -123,14 +123,24 @@ def write_slots(
 ) -> None:
     """`ops.reshape_and_cache` by `call_as`. fp8 goes into a cache of its dtype bit for bit."""
     check_tensors(function.__qualname__, **{names["key"]: key, names["value"]: value})
-    tensors = [key.contiguous(), value.contiguous(), key_cache, value_cache]
+    tensors = {"key": key.contiguous(), "value": value.contiguous(), "key_cache": key_cache, "value_cache": value_cache}
     if key.itemsize == 1 and key.dtype == value.dtype == key_cache.dtype == value_cache.dtype:
         if key.shape[-1] % 16:
             expected = f"heads of a multiple of 16 elements of {key.dtype}"
             raise ValueError(f"{function.__qualname__}: {names['key_cache']}: expected {expected}, got {key.shape[-1]}")
         # The op would round its rows to fp8. Two elements of fp8 are moved as one of fp16.
-        tensors = [tensor.view(torch.float16) for tensor in tensors]
-    call_as(function, names, ops.reshape_and_cache, *tensors, slots)
+        tensors = {name: as_fp16(function, names[name], tensor) for name, tensor in tensors.items()}
+    call_as(function, names, ops.reshape_and_cache, *tensors.values(), slots)
+
+
+def as_fp16(function: Callable[..., Any], name: str, tensor: Tensor) -> Tensor:
+    """Two elements of fp8 as one of fp16, for an op that moves them."""
+    try:
+        return tensor.view(torch.float16)
+    except RuntimeError:
+        expected = "rows of an even number of elements, side by side, with even strides and an even offset"
+        got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}, offset {tensor.storage_offset()}"
+        raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got {got}") from None
 
 
 def get_batch_indices_positions(

@@ -1,10 +1,12 @@
 """Rotary position embedding."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
-from pagedattn_ext._adapters import call_as, refuse_gradients
+from pagedattn_ext._adapters import call_as, converted_rows, refuse_gradients
 from pagedattn_ext._index_checks import check_indices
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
@@ -44,17 +46,20 @@ def apply_rotary(
             f"{function.__name__}: sin: expected shape {list(cos.shape)} and {cos.dtype}, as cos has, got "
             f"{list(sin.shape)} and {sin.dtype}"
         )
-    cos, sin = (
-        tensor.contiguous() if tensor.dtype == x.dtype else tensor.float().contiguous() for tensor in (cos, sin)
-    )
+    positions = _positions(x, seqlen_offsets, cu_seqlens)
+    dtype = x.dtype if cos.dtype == x.dtype else torch.float32
+    if cos.dtype != dtype or not (cos.is_contiguous() and sin.is_contiguous()):
+        in_dtype = partial(Tensor.to, dtype=dtype, memory_format=torch.contiguous_format)
+        cos, sin = (converted_rows(tensor, positions, in_dtype) for tensor in (cos, sin))
+    if conjugate:
+        sin = converted_rows(sin, positions, Tensor.neg)
     # The op rotates rows that are evenly spaced.
     is_even = x.stride(-1) == 1 and (x.dim() == 3 or x.stride(0) == x.shape[1] * x.stride(1))
     rotated = x if inplace and is_even else x.clone(memory_format=torch.contiguous_format)
     names = {"query": "x", "positions": "seqlen_offsets", "cos_sin_cache": "cos", "sin_cache": "sin"}
     call_as(
         function, names, ops.rotary_embedding,
-        _positions(x, seqlen_offsets, cu_seqlens), rotated, None, x.shape[-1], cos, not interleaved,
-        sin_cache=-sin if conjugate else sin,
+        positions, rotated, None, x.shape[-1], cos, not interleaved, sin_cache=sin,
     )  # fmt: skip
     return x.copy_(rotated) if inplace and not is_even else rotated
 

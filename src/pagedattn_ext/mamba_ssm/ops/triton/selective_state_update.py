@@ -1,8 +1,16 @@
 """A token of each sequence."""
 
+import torch
 from torch import Tensor
 
-from pagedattn_ext._adapters import check_shape, packed_rows, refuse_gradients, to_fp32
+from pagedattn_ext._adapters import (
+    check_real,
+    check_shape,
+    converted_rows,
+    packed_rows,
+    refuse_gradients,
+    write_to_slots,
+)
 from pagedattn_ext.mamba_ssm._scan import ANY_STEP, scan
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
@@ -56,7 +64,15 @@ def selective_state_update(
         A, z = A.unsqueeze(0), None if z is None else z.unsqueeze(1)
         D, dt_bias = (None if tensor is None else tensor.unsqueeze(0) for tensor in (D, dt_bias))
     of_channels = [tensor for tensor in (dt, D, dt_bias) if tensor is not None]
-    states = packed_rows(to_fp32(function, "state", state))
+    check_real(function, "state", state)
+    slots = state_batch_indices
+    if state.dtype == torch.float32 and packed_rows(state) is state:
+        states = state
+    elif slots is None:
+        states = _in_fp32(state)
+    else:
+        check_tensors(function.__qualname__, state_batch_indices=slots)
+        states = converted_rows(state, slots, _in_fp32)
     if x.shape[2] != 1 and (A.stride()[1:] != (0, 0) or any(t.stride(-1) != 0 for t in of_channels)):
         # Each channel is a head of its own.
         x_rows, z_rows = x.flatten(1).unsqueeze(2), None if z is None else z.flatten(1).unsqueeze(2)
@@ -68,8 +84,16 @@ def selective_state_update(
         dt, D, dt_bias = dt[:, :, 0], *(None if t is None else t[:, 0] for t in (D, dt_bias))
     out = scan(
         function, x_rows, dt, A, B, C, view, D, z_rows, dt_bias,
-        dt_softplus=dt_softplus, dt_min=ANY_STEP, state_indices=state_batch_indices,
+        dt_softplus=dt_softplus, dt_min=ANY_STEP, state_indices=slots,
     )  # fmt: skip
     if states is not state:
-        state.copy_(states)
+        if slots is None:
+            state.copy_(states)
+        else:  # the other slots may be another thread's
+            write_to_slots(state, slots, states[slots.clamp_min(0)], slots >= 0)
     return out.view(shape)
+
+
+def _in_fp32(states: Tensor) -> Tensor:
+    """Contiguous."""
+    return states.to(torch.float32, memory_format=torch.contiguous_format)
