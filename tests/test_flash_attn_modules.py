@@ -42,6 +42,7 @@ OF_4 = (
     "softmax_scale=None causal=False window_size=(None,None) learnable_sink=None softcap=0.0 num_splits=1 "
     "pack_gqa=None deterministic=False score_mod=None score_mod_bwd=None mask_mod=None"
 )
+OF_4_BACKWARD = "gather_bwd_recompute_p=False gather_bwd_token_chunk=None"
 SIGNATURES: dict[Callable[..., Any], str] = {
     flash_attn.flash_attn_qkvpacked_func: f"qkv {PACKED}",
     flash_attn.flash_attn_kvpacked_func: f"q kv {PACKED}",
@@ -64,13 +65,17 @@ SIGNATURES: dict[Callable[..., Any], str] = {
     ),
     cute.flash_attn_func: (
         f"q k v qv=None gather_kv_indices=None {OF_4} aux_tensors=None aux_scalars=None block_sparse_tensors=None "
-        "block_sparse_tensors_bwd=None return_lse=False"
+        f"block_sparse_tensors_bwd=None return_lse=False {OF_4_BACKWARD}"
     ),
     cute.flash_attn_varlen_func: (
         "q k v qv=None cu_seqlens_q=None cu_seqlens_k=None max_seqlen_q=None max_seqlen_k=None min_seqlen_k=None "
         f"seqused_q=None seqused_k=None gather_kv_indices=None page_table=None {OF_4} block_sparse_tensors=None "
         "aux_tensors=None aux_scalars=None return_lse=False scheduler_metadata=None seqlen_k_per_split=None "
-        "disable_scheduler_metadata=False"
+        f"disable_scheduler_metadata=False {OF_4_BACKWARD}"
+    ),
+    cute.interface.flash_attn_combine: (
+        "out_partial lse_partial out=None out_dtype=None cu_seqlens=None seqused=None virtual_batch_idx=None "
+        "return_lse=True"
     ),
     vllm_flash_attn.flash_attn_varlen_func: (
         "q k v max_seqlen_q cu_seqlens_q max_seqlen_k cu_seqlens_k=None seqused_k=None q_v=None dropout_p=0.0 "
@@ -78,7 +83,12 @@ SIGNATURES: dict[Callable[..., Any], str] = {
         "return_attn_probs=False block_table=None return_softmax_lse=False out=None scheduler_metadata=None "
         f"{DESCALES} num_splits=0 output_scale=None fa_version=2 s_aux=None cp_world_size=1 cp_rank=0 "
         "cp_tot_seqused_k=None mask_mod=None block_sparse_tensors=None aux_tensors=None aux_tensor_leading_dims=None "
-        "dynamic_causal=None"
+        "dynamic_causal=None gather_kv_indices=None gather_kv_valid_length=None"
+    ),
+    vllm_flash_attn.get_scheduler_metadata: (
+        "batch_size max_seqlen_q max_seqlen_k num_heads_q num_heads_kv headdim cache_seqlens qkv_dtype=torch.bfloat16 "
+        "headdim_v=None cu_seqlens_q=None cu_seqlens_k_new=None cache_leftpad=None page_size=None max_seqlen_k_new=0 "
+        "causal=False window_size=(-1,-1) has_softcap=False num_splits=0 pack_gqa=None sm_margin=0"
     ),
 }
 
@@ -160,6 +170,12 @@ def test_combine_of_flash_attention_3() -> None:
     expected = flash_attn.flash_attn_func(q, k, v, return_lse=True)
     assert_close_to_reference(out, expected[0])
     assert_close_to_reference(lse, expected[1].transpose(1, 2))
+    pairs = [
+        cute.interface.flash_attn_combine(out_partial, lse_partial.mT, return_lse=given) for given in (True, False)
+    ]
+    for (of_4, lse_of_4), right in zip(pairs, (lse, None), strict=True):
+        assert_same_bits(of_4, out)
+        assert lse_of_4 is right or torch.equal(lse_of_4, right)
     with pytest.raises(ValueError, match=r"^flash_attn_combine: out: expected shape"):
         flash_attn_interface.flash_attn_combine(
             out_partial, lse_partial.transpose(-1, -2), torch.empty(2, 1, HEADS, 16)
@@ -232,6 +248,9 @@ def test_fork_of_vllm() -> None:
     assert_close_to_reference(lse, expected[1].T)
     with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: cp_world_size: expected 1, got 2"):
         vllm_flash_attn.flash_attn_varlen_func(*tensors, 3, starts([3, 1]), 5, starts([5, 4]), cp_world_size=2)
+    with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: gather_kv_indices: expected None, got a tensor"):
+        gathered = {"gather_kv_indices": starts([3]), "gather_kv_valid_length": starts([3])}
+        vllm_flash_attn.flash_attn_varlen_func(*tensors, 3, starts([3, 1]), 5, starts([5, 4]), **gathered)
     with pytest.raises(ValueError, match=r"^flash_attn_varlen_func: window_size: expected \(left, right\), got \[5\]$"):
         vllm_flash_attn.flash_attn_varlen_func(*tensors, 3, starts([3, 1]), 5, starts([5, 4]), window_size=[5])
 

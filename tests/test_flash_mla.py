@@ -75,6 +75,18 @@ def test_heads_of_keys() -> None:
         assert torch.equal(lse[:, rows], expected_lse)
 
 
+def test_memory_for_results() -> None:
+    """It may be a slice."""
+    arguments = make_arguments()
+    memory = torch.zeros(2, 2, 9, 32)[:, :, :5]
+    out, _ = flash_mla_with_kvcache(**arguments, causal=True, out=memory)
+    assert out is memory
+    assert torch.equal(memory, flash_mla_with_kvcache(**arguments, causal=True)[0])
+    memory = torch.zeros(3, 4, 32)
+    assert flash_mla_sparse_fwd(**SPARSE, out=memory)[0] is memory
+    assert torch.equal(memory, flash_mla_sparse_fwd(**SPARSE)[0])
+
+
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -96,6 +108,9 @@ WRONG: dict[str, tuple[type[Exception], str, Any]] = {
     "fp8": (ValueError, "is_fp8_kvcache", True),
     "sparse": (ValueError, "indices", torch.zeros(2, 2, 4, dtype=torch.int32)),
     "sink": (ValueError, "attn_sink", torch.zeros(5)),
+    "a scale of fp8": (ValueError, "descale_k", torch.ones(1)),
+    "memory of another shape": (ValueError, "out", torch.zeros(2, 2, 5, 48)),
+    "memory of another dtype": (TypeError, "out", torch.zeros(2, 2, 5, 32, dtype=torch.bfloat16)),
 }
 
 
@@ -146,6 +161,7 @@ WRONG_SPARSE: dict[str, tuple[type[Exception], str, Any]] = {
     "scale": (ValueError, "sm_scale", math.nan),
     "sinks of other heads": (ValueError, "attn_sink", torch.zeros(2)),
     "lengths": (ValueError, "topk_length", int32(4, 3, 5)),
+    "memory of another shape": (ValueError, "out", torch.zeros(3, 4, 40)),
 }
 
 

@@ -227,6 +227,18 @@ def test_append_of_fp8(dtype: torch.dtype) -> None:
     assert_same_bits(cache[:, 1, 0].view(torch.uint8), value.view(torch.uint8))
 
 
+@pytest.mark.parametrize(("width", "first", "name"), [(17, 0, "paged_kv_cache"), (16, 1, "append_key")])
+def test_append_of_fp8_at_odd_places(width: int, first: int, name: str) -> None:
+    """Two elements are moved as one, which does not begin at an odd place."""
+    rows = torch.ones(2 * 16 + first).to(torch.float8_e4m3fn)[first:].view(2, 1, 16)
+    cache, tokens = torch.zeros(1, 2, 4, 1, width).to(rows.dtype)[..., :16], torch.arange(2)
+    with pytest.raises(
+        ValueError, match=rf"^append_paged_kv_cache: {name}: expected rows of an even number .+ even offset"
+    ):
+        flashinfer.append_paged_kv_cache(rows, rows, tokens * 0, tokens, cache, tokens[:1], starts([1]), tokens[:1] + 2)
+    assert not cache.view(torch.uint8).any()
+
+
 def test_tokens_behind_the_batch_are_padding() -> None:
     """Their sequence is -1, in memory of the caller's too, and appends skip them."""
     indptr, lengths = starts([1, 2]), torch.tensor([5, 6], dtype=INDEX)

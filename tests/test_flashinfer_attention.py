@@ -492,10 +492,51 @@ def test_prefill_in_a_graph(form: str, kind: str) -> None:
     too_many = Case(form, [4, 3, 1], [5, 4, 3])
     if form == "ragged" or kind != "NONE":
         with pytest.raises(
-            ValueError, match=r"\.plan: qo_indptr: expected at most 6 last, as in the first plan, got 8$"
+            ValueError, match=r"\.plan: qo_indptr: expected at most 6 last, the room of the graph, got 8$"
         ):
             mask = {"custom_mask": torch.ones(35)} if kind == "mask" else {"pos_encoding_mode": kind}
             wrapper.plan(*too_many.plan.args, **too_many.plan.keywords, **mask)
+
+
+def test_room_in_a_graph_for_more_rows_than_in_the_first_plan() -> None:
+    cases = [Case("NHD tuple", *lengths) for lengths in (([2, 0, 1], [6, 4, 5]), ([3, 1, 4], [6, 4, 5]))]
+    buffers = {"qo_indptr_buf": cases[0].starts.clone()}
+    for name in ("indptr", "indices", "last_page_len"):
+        buffers[f"paged_kv_{name}_buf"] = getattr(cases[0].batch, name).clone()
+    wrapper = type(cases[0].wrapper)(WORKSPACE, use_cuda_graph=True, **buffers, max_total_num_rows=8)
+    _, keys, values = (tensor.clone() for tensor in cases[0].flat_tensors)
+    q = torch.zeros(8, HEADS, HEAD_SIZE)
+    graph = CPUGraph()
+    for case in cases:
+        wrapper.plan(*case.plan.args, **case.plan.keywords, causal=True, pos_encoding_mode="ROPE_LLAMA")
+        num_rows = sum(map(len, case.q))
+        for tensor, given in zip((q[:num_rows], keys, values), case.flat_tensors, strict=True):
+            tensor.copy_(given)
+        if case is cases[0]:
+            with torch.inference_mode(), graph.capture():
+                results = wrapper.run(q, (keys, values), return_lse=True)
+        graph.replay()
+        case.expect((results[0][:num_rows], results[1][:num_rows]), case.sees(causal=True), mode="ROPE_LLAMA")
+        assert not results[0][num_rows:].any()
+    too_many = Case("NHD tuple", [4, 3, 2], [6, 4, 5])
+    with pytest.raises(ValueError, match=r"\.plan: qo_indptr: expected at most 8 last, the room of the graph, got 9$"):
+        wrapper.plan(*too_many.plan.args, **too_many.plan.keywords, pos_encoding_mode="ROPE_LLAMA")
+    with pytest.raises(ValueError, match=r"__init__: max_total_num_rows: expected None without use_cuda_graph, got 8$"):
+        type(wrapper)(WORKSPACE, max_total_num_rows=8)
+
+
+def test_hints_of_newer_versions() -> None:
+    """They change nothing. A plan needs no workspace."""
+    paged, ragged = (Case(form, [3, 1, 2], [6, 4, 5]) for form in ("NHD tuple", "ragged"))
+    lists = paged.batch.indptr, paged.batch.indices, paged.batch.last_page_len
+    sizes = HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE
+    decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, jit_kwargs=None)
+    assert decode.workspace_size(*lists, *sizes) == (0, 0)
+    assert paged.wrapper.workspace_size(*paged.plan.args, **paged.plan.keywords) == (0, 0)
+    ragged.plan(qo_indptr_cpu=ragged.starts, kv_indptr_cpu=None)
+    for plan in (partial(decode.plan, *lists, *sizes), paged.plan, ragged.plan):
+        with pytest.raises(ValueError, match=r"\.plan: use_token_head_sf: expected False, got True$"):
+            plan(use_token_head_sf=True)
 
 
 @pytest.mark.parametrize("kind", ["mask", "rotation", "narrow values"])

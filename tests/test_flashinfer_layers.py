@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from checks import assert_close_to_reference, assert_same_bits
+from checks import CountsConverted, assert_close_to_reference, assert_same_bits
 from torch import Tensor
 
 from pagedattn_ext import CPUGraph, flashinfer
@@ -154,6 +154,42 @@ def test_rope_of_a_cache(flat: bool) -> None:
     for result, wanted, tensor, old in zip(results, right, (q, k), before, strict=True):
         assert_close_to_reference(result, wanted.view(old.shape))
         assert_same_bits(tensor, old)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_rope_of_a_cache_in_another_dtype(dtype: torch.dtype) -> None:
+    """Of a long cache only the rows at the positions are converted. Positions are checked as ever, at replays, too."""
+    (q, k), positions = (tensor.bfloat16() for tensor in qk()), POSITIONS.clone()
+    cache = torch.randn(1003, 8).to(dtype)
+
+    def rotate(positions: Tensor) -> tuple[Tensor, Tensor]:
+        return flashinfer.apply_rope_with_cos_sin_cache(positions, q, k, HEAD_SIZE, cache)
+
+    def quantize(positions: Tensor) -> tuple[Tensor, ...]:
+        return flashinfer.rope_quantize_fp8(q[..., :8], k[..., :8], None, None, cache, positions)[:2]
+
+    right = flashinfer.apply_rope_with_cos_sin_cache(positions, q, k, HEAD_SIZE, cache.float())
+    in_fp8 = flashinfer.rope_quantize_fp8(q[..., :8], k[..., :8], None, None, cache.float(), positions)[:2]
+    for name, step, wanted in (("positions", rotate, right), ("pos_ids", quantize, in_fp8)):
+        with CountsConverted(dtype) as counts:
+            step(positions)
+        assert counts.rows == {len(positions)}
+        with pytest.raises(ValueError, match=rf"{name}: expected 0 to 1002 \(the rows of cos_sin_cache\), got 1003"):
+            step(positions + 1)
+        with pytest.raises(ValueError, match=f"{name}: expected 0 to 1002 .*, got -1 at token 0"):
+            step(positions - 8)
+        graph = CPUGraph()
+        with torch.inference_mode(), graph.capture():
+            captured = step(positions)
+        positions += 1
+        with pytest.raises(ValueError, match="positions: expected 0 to 1002"):
+            graph.replay()
+        positions -= 1
+        graph.replay()
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(positions)
+        for results in zip(step(positions), captured, compiled, wanted, strict=True):
+            for result in results[:3]:
+                assert_same_bits(result, results[3])
 
 
 def test_rope_captured_and_compiled() -> None:
@@ -329,7 +365,7 @@ LATENT = {"k_rope": torch.ones(3, 16), "k_nope": torch.ones(3, 32), "v": None}
         (
             LATENT,
             {"paged_kv_cache": (fp8(2, 4, 32), fp8(2, 4, 32)[..., ::2])},
-            "paged_kv_cache: expected rows of an even number of elements, side by side, got shape .* strides",
+            "paged_kv_cache: expected rows of an even number of elements, side by side, .+, got shape .* strides",
         ),
         (LATENT, {"paged_kv_cache": fp8(3, 4, 32)}, r"paged_kv_cache: expected shape \[num_pages, 2, ...\] or a pair"),
         (LATENT, {"paged_kv_cache": (fp8(2, 4, 32), fp8(2, 4, 16).to("meta"))}, "paged_kv_cache: .* cpu, got .* meta"),
@@ -455,7 +491,7 @@ SIGNATURES |= {
         "layernorm": LAYER | {"eps": 1e-6},
         "rmsnorm_quant": OUT | NORM | SCALED | PDL,
         "fused_add_rmsnorm_quant": OUT | ADD | SCALED | PDL,
-        "layernorm_quant": OUT | LAYER | SCALED,
+        "layernorm_quant": OUT | LAYER | SCALED | PDL,
         "apply_rope_with_cos_sin_cache": dict.fromkeys(
             ["positions", "query", "key", "head_size", "cos_sin_cache"], NO_DEFAULT
         )
@@ -466,6 +502,6 @@ SIGNATURES |= {
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signature(name: str) -> None:
-    """FlashInfer 0.7's, in order."""
+    """FlashInfer 0.7.4's, in order."""
     parameters = inspect.signature(getattr(flashinfer, name)).parameters.values()
     assert [(p.name, p.default) for p in parameters] == SIGNATURES[name]

@@ -46,6 +46,46 @@ def test_run_after_plan(dtype: torch.dtype, causal: bool) -> None:
     assert_same_bits(wrapper.run(*tensors), expected)
 
 
+TABLES = {"cum_seq_lens_q": int32(0, 2, 3), "block_tables": torch.tensor([[6, 2], [0, -1]]), "seq_lens": int32(5, 3)}
+OFFSETS = {name: PLAN[name] for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")}
+SIZES = {name: value for name, value in PLAN.items() if name not in OFFSETS}
+
+
+@pytest.mark.parametrize("form", ["flat", "csr", "dense", "dual"])
+def test_forms_of_a_plan(form: str) -> None:
+    """Lists by tables, what is behind a sequence's own pages being anything; and lists in an object."""
+    tensors, metadata = tensors_of_run(), flashinfer.mla.MLAPlanMetadata
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    wrapper.plan(**PLAN)
+    expected = wrapper.run(*tensors)
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    lists: dict[str, dict[str, Any]] = {
+        "flat": TABLES | {"max_q_len": 2},
+        "csr": {"metadata": metadata.csr(*OFFSETS.values())},
+        "dense": {"metadata": metadata.dense(*TABLES.values())},
+        "dual": {"metadata": metadata.dual(**OFFSETS, **TABLES)},
+    }
+    wrapper.plan(**lists[form], **SIZES)
+    assert_same_bits(wrapper.run(*tensors), expected)
+
+
+def test_pairs_and_packed_tensors() -> None:
+    """In place of four tensors. Catches a scale that is not in place of the plan's."""
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    wrapper.plan(**PLAN, output_dtype=torch.bfloat16, lse_mode="base2", query_layout="packed", scale_mode="bmm-scalar")
+    tensors = tensors_of_run()
+    expected, expected_lse = wrapper.run(*tensors, return_lse=True)
+    assert expected.dtype == torch.bfloat16
+    q, cache = torch.cat(tensors[:2], 2), torch.cat(tensors[2:], 2)
+    for query, kv_cache in ((q, cache), (tuple(tensors[:2]), cache), (q, tuple(tensors[2:]))):
+        out, lse = wrapper.run(query=query, kv_cache=kv_cache, return_lse=True)
+        assert_same_bits(out, expected)
+        assert_same_bits(lse, expected_lse)
+    scaled = wrapper.run(query=q, kv_cache=cache, bmm1_scale=0.4, bmm2_scale=torch.tensor([2.0]))
+    wrapper.plan(**PLAN | {"sm_scale": 0.4}, output_dtype=torch.bfloat16)
+    assert_same_bits(scaled, 2 * wrapper.run(*tensors))
+
+
 def test_caches_that_are_slices_of_one() -> None:
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(0))
     wrapper.plan(**PLAN)
@@ -131,6 +171,17 @@ WRONG_PLANS: dict[str, tuple[type[Exception], str, Any]] = {
     "no page size": (ValueError, "page_size", 0),
     "a bool as scale": (TypeError, "sm_scale", True),
     "profiler": (ValueError, "use_profiler", True),
+    "sinks": (ValueError, "use_sinks", True),
+    "a scale of results": (ValueError, "output_scale", "per-tensor"),
+    "scales of fp8": (ValueError, "scale_mode", "kv-per-tensor"),
+    "results in fp8": (ValueError, "output_dtype", torch.float8_e4m3fn),
+    "fewer logits": (ValueError, "skip_softmax", True),
+    "metadata of another kind": (TypeError, "metadata", {}),
+    "metadata beside lists": (ValueError, "metadata", flashinfer.mla.MLAPlanMetadata()),
+    "no causal": (TypeError, "causal", None),
+    "no number of heads": (TypeError, "num_heads", None),
+    "no pages": (TypeError, "kv_indices", None),
+    "lists of both forms": (ValueError, "kv_indptr", None),
 }
 
 
@@ -138,8 +189,26 @@ WRONG_PLANS: dict[str, tuple[type[Exception], str, Any]] = {
 def test_plans_that_are_refused(what: str) -> None:
     error, argument, value = WRONG_PLANS[what]
     wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    changes = TABLES if what == "lists of both forms" else {argument: value}
     with pytest.raises(error, match=rf"^BatchMLAPagedAttentionWrapper\.plan: {argument}: expected .+, got .+"):
-        wrapper.plan(**PLAN | {argument: value})
+        wrapper.plan(**PLAN | changes)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("cum_seq_lens_q", int32(0, 3)),
+        ("cum_seq_lens_q", None),
+        ("block_tables", torch.tensor([6, 2])),
+        ("block_tables", torch.zeros(2, 2)),
+        ("seq_lens", int32(5, 9)),
+        ("seq_lens", int32(5)),
+    ],
+)
+def test_tables_that_are_refused(argument: str, value: Any) -> None:
+    wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(torch.empty(0))
+    with pytest.raises((ValueError, TypeError), match=rf"\.plan: {argument}: expected .+, got .+"):
+        wrapper.plan(**SIZES | TABLES | {argument: value})
 
 
 WRONG_RUNS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -155,6 +224,21 @@ WRONG_RUNS: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "memory of another shape": (ValueError, "out", {"out": torch.zeros(1, 3, 24)}),
     "a scale of fp8": (ValueError, "ckv_scale", {"ckv_scale": 0.5}),
     "of cutlass": (ValueError, "page_table", {"page_table": torch.zeros(2, 2)}),
+    "sinks": (ValueError, "sinks", {"sinks": torch.zeros(3)}),
+    "one of two scales": (ValueError, "bmm2_scale", {"bmm1_scale": 0.5}),
+    "the query twice": (ValueError, "q_nope", {"query": torch.zeros(3, 3, 32)}),
+    "no query": (TypeError, "q_pe", {"q_pe": None}),
+    "a query of another width": (
+        ValueError,
+        "query",
+        {"q_nope": None, "q_pe": None, "query": torch.zeros(3, 3, 31)},
+    ),
+    "three parts": (ValueError, "kv_cache", {"ckv_cache": None, "kpe_cache": None, "kv_cache": (1, 2, 3)}),
+    "another dtype of both parts": (
+        TypeError,
+        "kv_cache",
+        {"ckv_cache": None, "kpe_cache": None, "kv_cache": torch.zeros(8, 4, 32).half()},
+    ),
 }
 
 

@@ -158,7 +158,7 @@ def test_a_replay_draws_a_seed() -> None:
     assert not torch.equal(*draws)
 
 
-# ---- signatures, those of FlashInfer 0.7 in order --------------------------------------------------------------------
+# ---- signatures, those of FlashInfer 0.7.4 in order ------------------------------------------------------------------
 
 RANDOM = {"deterministic": True, "generator": None, "check_nan": False, "seed": None, "offset": None}
 INDEXED = {"indices": None, **RANDOM}
@@ -170,9 +170,11 @@ SIGNATURES: dict[str, dict[str, Any]] = {
     "top_p_sampling_from_probs": {"probs": EMPTY, "top_p": EMPTY, **INDEXED, "return_valid": False},
     "top_k_sampling_from_probs": {"probs": EMPTY, "top_k": EMPTY, **INDEXED, "return_valid": False},
     "min_p_sampling_from_probs": {"probs": EMPTY, "min_p": EMPTY, **INDEXED, "return_valid": False},
-    "top_k_top_p_sampling_from_logits": {"logits": EMPTY, "top_k": EMPTY, "top_p": EMPTY, **ORDERED},
+    "top_k_top_p_sampling_from_logits": {
+        **{"logits": EMPTY, "top_k": EMPTY, "top_p": EMPTY, **ORDERED, "top_k_max": None}
+    },
     "top_k_top_p_sampling_from_probs": {
-        **{"probs": EMPTY, "top_k": EMPTY, "top_p": EMPTY, **ORDERED, "return_valid": False}
+        **{"probs": EMPTY, "top_k": EMPTY, "top_p": EMPTY, **ORDERED, "return_valid": False, "top_k_max": None}
     },
     "top_p_renorm_probs": {"probs": EMPTY, "top_p": EMPTY, "is_deterministic": False},
     "top_k_renorm_probs": {"probs": EMPTY, "top_k": EMPTY, "is_deterministic": False},

@@ -51,8 +51,64 @@ def test_chunk_gated_delta_rule(heads: tuple[int, int, int]) -> None:
     expected = by_fla(*rows, states)
     out, after = chunk_gated_delta_rule(*rows, None, states, True, STARTS)
     assert_close((out, after), expected)
-    out = chunk_gated_delta_rule(*rows, 0.0, states, False, STARTS, use_qk_l2norm_in_kernel=True)
+    out = chunk_gated_delta_rule(*rows, 0.0, states, False, STARTS)
     assert_close(out, expected[0])
+
+
+def test_chunk_gated_delta_rule_of_rows_to_normalize() -> None:
+    q, k, *others = inputs()
+    states, unit = torch.randn(3, 4, V_DIM, K_DIM), [each / (each.norm(dim=-1, keepdim=True)) for each in (q, k)]
+    expected, after = by_fla(*unit, *others, states)
+    rows = q, 3 * k, *others
+    result = chunk_gated_delta_rule(*rows, None, states, True, STARTS, use_qk_l2norm_in_kernel=True)
+    assert_close(result, (expected, after))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunk_gated_delta_rule_of_what_gates_are_made_of(dtype: torch.dtype) -> None:
+    """Catches a rate that is not rounded to its dtype, and a gate domain that counts for a gate that is made here."""
+    q, k, v, *_ = inputs()
+    states, (gate, logit), (A_log, dt_bias) = (
+        torch.randn(3, 4, V_DIM, K_DIM),
+        *(torch.randn(2, TOKENS, 4), torch.randn(2, 4)),
+    )
+    gate, logit = gate.to(dtype), logit.to(dtype)
+    decay = torch.exp(-A_log.exp() * torch.log1p(torch.exp(gate.float() + dt_bias)))
+    rate = (1 / (1 + torch.exp(-logit.float()))).to(dtype).float()
+    expected = by_fla(q, k, v, decay, rate, states)
+    made = {"use_gate_in_kernel": True, "A_log": A_log, "dt_bias": dt_bias, "beta_is_logit": True, "gate_domain": "log"}
+    assert_close(chunk_gated_delta_rule(q, k, v, gate, logit, None, states, True, STARTS, **made), expected)
+    result = chunk_gated_delta_rule(
+        q, k, v, decay.log(), rate, None, states, True, STARTS, backend="auto", max_seqlen=4, gate_domain="log",
+        cu_seqlens_cpu=STARTS.tolist(),
+    )  # fmt: skip
+    assert_close(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gate_domain": "log2"}, "gate_domain: expected 'linear' or 'log', got 'log2'"),
+        ({"A_log": torch.zeros(4)}, "A_log: expected None without use_gate_in_kernel, got a tensor"),
+        ({"use_gate_in_kernel": True, "A_log": torch.zeros(4)}, "dt_bias: expected a torch.Tensor, got NoneType"),
+        (
+            {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(1)},
+            r"dt_bias: expected shape \[4\], got \[1\]",
+        ),
+        ({"use_gate_in_kernel": True, "g": None}, "g: expected a torch.Tensor, got NoneType"),
+        ({"beta_is_logit": True, "beta": None}, "beta: expected a torch.Tensor, got NoneType"),
+        ({"beta": torch.zeros(TOKENS, 1)}, r"beta: expected shape \[7, 4\], got \[7, 1\]"),
+        ({"use_qk_l2norm_in_kernel": None}, "use_qk_l2norm_in_kernel: expected a bool, got NoneType"),
+        ({"output_state_indices": STARTS}, "output_state_indices: expected None, got a tensor"),
+        ({"checkpoint_state_indices": STARTS}, "checkpoint_state_indices: expected None, got a tensor"),
+        ({"prefix_lens": STARTS}, "prefix_lens: expected None, got a tensor"),
+    ],
+    ids=lambda each: str(each)[:40],
+)
+def test_refused_gates(changes: dict[str, Any], message: str) -> None:
+    arguments = dict(zip(("q", "k", "v", "g", "beta"), inputs(), strict=True)) | {"cu_seqlens": STARTS} | changes
+    with pytest.raises((ValueError, TypeError), match=f"^chunk_gated_delta_rule: {message}"):
+        chunk_gated_delta_rule(**arguments)
 
 
 def test_chunk_gated_delta_rule_of_slots() -> None:

@@ -64,6 +64,17 @@ def test_context(causal: bool, dtype: torch.dtype) -> None:
     assert result is out
     assert_same_bits(out, expected)
     assert_same_bits(lse, expected_lse)
+    starts_of_windows = torch.zeros(4, dtype=torch.int32)
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"window_right": 1}, "window_right: expected -1, or 0 with causal, got 1"),
+        ({"causal": False, "window_right": 0}, "window_right: expected -1, or 0 with causal, got 0"),
+        ({"variable_window_token_starts": starts_of_windows}, "variable_window_token_starts: expected None, got a t"),
+    )
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=f"^trtllm_batch_context_with_kv_cache: {message}"):
+            context(q, cache, 0.5, 2.0, **options)
+    if causal:
+        assert_same_bits(context(q, cache, 0.5, 2.0, sinks=sinks, window_right=0, **window), expected)
 
 
 def test_decode() -> None:
@@ -151,6 +162,8 @@ def test_latent(num_tokens: int) -> None:
     assert_same_bits(doubled, 2 * expected)
     latent(q, cache, bmm1_scale=0.5, lse=lse)
     assert_same_bits(lse, expected_lse.view_as(lse))
+    natural = wrapper.run(*rows, *parts, return_lse=True, return_lse_base_on_e=True)[1]
+    assert_same_bits(latent(q, cache, bmm1_scale=0.5, return_lse=True, return_lse_base="basee")[1], natural)
 
 
 LATENT = torch.zeros(2, 1, HEADS, RANK + ROPE), torch.zeros(PAGES, PAGE_SIZE, RANK + ROPE)
@@ -159,6 +172,7 @@ WRONG_LATENT: list[tuple[dict[str, Any], str]] = [
     ({"sinks": torch.zeros(HEADS)}, "sinks: expected None, got a tensor"),
     ({"cp_world": 2}, "cp_world: expected 1, got 2"),
     ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx: expected True, got False"),
+    ({"return_lse_base": "e"}, "return_lse_base: expected None, 'base2' or 'basee', got 'e'"),
     ({"query": LATENT[0][..., 1:]}, r"query: expected heads of 16 \(kv_lora_rank \+ qk_rope_head_dim\), got 15"),
     ({"kv_cache": LATENT[1][..., 1:]}, r"kv_cache: expected shape \[6, 4, 16\], got \[6, 4, 15\]"),
     ({"block_tables": TABLES + 3}, "block_tables: expected .* got 8"),
@@ -200,6 +214,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"mask": torch.zeros(1)}, "mask: expected None, got a tensor"),
     ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx: expected True, got False"),
     ({"enable_block_sparse_attention": True}, "enable_block_sparse_attention: expected False, got True"),
+    ({"sparse_top_k": 4}, "sparse_top_k: expected 0, got 4"),
+    ({"cp_world": 2}, "cp_world: expected 1, got 2"),
+    ({"cp_rank": 1}, "cp_rank: expected 0, got 1"),
+    ({"causal_seqlens_kv_global": LENS}, "causal_seqlens_kv_global: expected None, got a tensor"),
     ({"q_len_per_req": 2}, r"query: expected 4 rows \(batch \* q_len_per_req\), got 2"),
     ({"q_len_per_req": 0}, "q_len_per_req: expected 1 or more, got 0"),
     ({"bmm1_scale": torch.ones(2)}, r"bmm1_scale: expected one number for all heads, got shape \[2\]"),

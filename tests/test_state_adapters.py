@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import Mamba2Config, MambaConfig, Qwen3NextConfig
 from transformers.models.mamba import modeling_mamba
 from transformers.models.mamba2 import modeling_mamba2
@@ -38,20 +39,18 @@ def seeded() -> Iterator[None]:
         yield
 
 
-# What flash-linear-attention 0.5 has added.
-KEYWORDS = (
-    "use_gate_in_kernel=False A_log=None dt_bias=None use_beta_sigmoid_in_kernel=False allow_neg_eigval=False "
-    "state_v_first=False transpose_state_layout=None"
-)
+# Of flash-linear-attention 0.6.
+GATE = "use_gate_in_kernel=False A_log=None dt_bias=None"
+BETA = "use_beta_sigmoid_in_kernel=False allow_neg_eigval=False state_v_first=False cu_seqlens=None"
 SIGNATURES = {
     causal_conv1d_fn: "x weight bias=None seq_idx=None initial_states=None return_final_states=False "
     "final_states_out=None activation=None",
     causal_conv1d_update: "x conv_state weight bias=None activation=None cache_seqlens=None conv_state_indices=None",
     chunk_gated_delta_rule: "q k v g beta scale=None initial_state=None output_final_state=False "
-    f"use_qk_l2norm_in_kernel=False cu_seqlens=None head_first=False {KEYWORDS} cu_seqlens_cpu=None chunk_indices=None "
-    "chunk_size=64 cp_context=None",
+    f"use_qk_l2norm_in_kernel=False {BETA} cu_seqlens_cpu=None chunk_indices=None cp_context=None "
+    f"{GATE} transpose_state_layout=None head_first=False **kwargs",
     fused_recurrent_gated_delta_rule: "q k v g=None gk=None gv=None beta=None scale=None initial_state=None "
-    f"output_final_state=False use_qk_l2norm_in_kernel=False cu_seqlens=None {KEYWORDS}",
+    f"output_final_state=False use_qk_l2norm_in_kernel=False {GATE} {BETA} transpose_state_layout=None **kwargs",
     selective_state_update: "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None",
     mamba_chunk_scan_combined: "x dt A B C chunk_size D=None z=None dt_bias=None initial_states=None seq_idx=None "
     "cu_seqlens=None dt_softplus=False dt_limit=(0.0,inf) return_final_states=False return_varlen_states=False "
@@ -88,7 +87,7 @@ def test_modules_of_their_names() -> None:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
         modules = causal_conv1d, fla, mamba_ssm, pagedattn_ext.flash_mla
-        assert [module.__version__[:3] for module in modules] == ["1.6", "0.4", "2.3", "1.0"]
+        assert [module.__version__[:3] for module in modules] == ["1.6", "0.6", "2.3", "1.0"]
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
@@ -320,16 +319,73 @@ def test_selective_state_update_of_mamba_2(dtype: torch.dtype) -> None:
         assert torch.equal(updated[1], state[1])
 
 
+@pytest.mark.parametrize("slots", [None, torch.tensor([3, -1], dtype=torch.int32)], ids=["batch", "slots"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_selective_state_update_compiled(dtype: torch.dtype) -> None:
-    state, x, dt = torch.randn(BATCH, 4, 6, 8).to(dtype), torch.randn(BATCH, 4, 6), torch.randn(BATCH, 4, 6)
+def test_selective_state_update_compiled(dtype: torch.dtype, slots: Tensor | None) -> None:
+    state = torch.randn(BATCH if slots is None else 5, 4, 6, 8).to(dtype)
+    x, dt = torch.randn(BATCH, 4, 6), torch.randn(BATCH, 4, 6)
     A, (B, C) = -torch.rand(4, 6, 8), torch.randn(2, BATCH, 2, 8)
     updated = state.clone()
     torch.compiler.reset()
     compiled = torch.compile(selective_state_update, fullgraph=True, backend="aot_eager")
-    out = compiled(updated, x, dt, A, B, C)
-    assert torch.equal(out, selective_state_update(state, x, dt, A, B, C))
+    out = compiled(updated, x, dt, A, B, C, state_batch_indices=slots)
+    assert torch.equal(out, selective_state_update(state, x, dt, A, B, C, state_batch_indices=slots))
     assert torch.equal(updated, state)
+
+
+def test_states_of_16_bits_in_other_slots_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that another thread writes meanwhile, and the bits of NaN."""
+    module = importlib.import_module("pagedattn_ext.mamba_ssm.ops.triton.selective_state_update")
+    pool, scan = torch.randn(6, 4, 6, 8).bfloat16(), module.scan
+    pool[5].view(torch.int16).fill_(-112)  # a NaN that conversions would change
+    x, dt, A, (B, C) = torch.ones(3, 4, 6), torch.ones(3, 4, 6), -torch.rand(4, 6, 8), torch.randn(2, 3, 2, 8)
+    slots = torch.tensor([3, -1, 1], dtype=torch.int32)
+    expected, states = pool.clone(), pool[[3, 1]].float()
+    expected[4] = 7
+    right = selective_state_update(states, x[:2], dt[:2], A, B[::2], C[::2])
+    expected[[3, 1]] = states.bfloat16()
+
+    def scan_while_another_writes(*args: Any, **kwargs: Any) -> Any:
+        pool[4] = 7
+        return scan(*args, **kwargs)
+
+    monkeypatch.setattr(module, "scan", scan_while_another_writes)
+    out = selective_state_update(pool, x, dt, A, B, C, state_batch_indices=slots)
+    assert torch.equal(out[::2], right)
+    assert not out[1].any()
+    assert torch.equal(pool.view(torch.int16), expected.view(torch.int16))
+
+
+def test_slots_of_states_of_16_bits_are_checked() -> None:
+    """At replays, too. Nothing is written before the error."""
+    pool, slots = torch.randn(4, 4, 6, 8).half(), torch.tensor([3, 1], dtype=torch.int32)
+    x, dt, A, (B, C) = torch.ones(2, 4, 6), torch.ones(2, 4, 6), -torch.rand(4, 6, 8), torch.randn(2, 2, 2, 8)
+
+    def update(pool: Tensor) -> Tensor:
+        return selective_state_update(pool, x, dt, A, B, C, state_batch_indices=slots)
+
+    graph = CPUGraph()
+    with graph.capture():
+        captured = update(pool)
+    for wrong, got in (([4, 1], "expected -1 .padding. to 3, got 4"), ([1, 1], "got 1 again")):
+        slots.copy_(torch.tensor(wrong))
+        before = pool.clone()
+        for call, name in ((lambda: update(pool), "selective_state_update: state_batch_indices"), (graph.replay, "")):
+            with pytest.raises(ValueError, match=f"{name}.*{got}"):
+                call()
+        assert torch.equal(pool, before)
+    slots.copy_(torch.tensor([0, 2]))
+    mine = pool.clone()
+    graph.replay()
+    assert torch.equal(captured, update(mine))
+    assert torch.equal(pool, mine)
+    for bad, message in (
+        (slots.float(), "expected dtype int32 or int64"),
+        (slots[None], "expected .*shape"),
+        ([0, 2], "expected a"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^selective_state_update: state_batch_indices: {message}"):
+            selective_state_update(pool, x, dt, A, B, C, state_batch_indices=bad)  # type: ignore[arg-type]
 
 
 def test_mamba_1() -> None:

@@ -13,7 +13,7 @@ from checks import assert_close_to_reference, assert_same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from pagedattn_ext import CPUGraph, vllm_ops
+from pagedattn_ext import CPUGraph, ops, vllm_ops
 
 NUM_SEQS, HEADS, KV_HEADS, BLOCK_SIZE, NUM_BLOCKS = 3, 6, 3, 8, 8
 SCALE = HEAD_SIZE**-0.5
@@ -514,8 +514,9 @@ SIGNATURES = {
     "paged_attention_v2": f"out exp_sum max_logits tmp_out query key_cache value_cache {DECODE} {SPARSE}",
     "merge_attn_states": "output prefix_output prefix_lse suffix_output suffix_lse output_lse?"
     " prefill_tokens_with_context? output_scale?",
-    "reshape_and_cache": f"{CACHE} kv_cache_dtype? k_scale? v_scale?",
+    "reshape_and_cache": f"{CACHE} kv_cache_dtype? k_scale? v_scale? interleaved_v?",
     "reshape_and_cache_flash": f"{CACHE} kv_cache_dtype? k_scale? v_scale?",
+    "concat_and_cache_mla": "kv_c k_pe kv_cache slot_mapping kv_cache_dtype? scale? skip_scale?",
     "copy_blocks": "key_caches value_caches block_mapping",
     "swap_blocks": "src dst block_size_in_bytes? block_mapping?",
     "convert_fp8": "output input scale? kv_dtype?",
@@ -586,6 +587,8 @@ def test_refused() -> None:
         rotary = {"positions": torch.tensor([1, 8, 2]), "query": query, "key": None, "head_size": 16}
         with pytest.raises((ValueError, TypeError), match=f"^rotary_embedding: {message}"):
             vllm_ops.rotary_embedding(**rotary | changes, cos_sin_cache=cache, is_neox=True)
+    with pytest.raises(ValueError, match=r"^reshape_and_cache: interleaved_v: expected False, got True$"):
+        vllm_ops.reshape_and_cache(batch.query, batch.query, *batch.caches, batch.seq_lens, interleaved_v=True)
     with pytest.raises(ValueError, match=r"^merge_attn_states: output_scale: expected None, got a tensor$"):
         vllm_ops.merge_attn_states(out, out, out, out, out, output_scale=torch.ones(1))
 
@@ -596,6 +599,11 @@ def test_concat_and_cache_mla() -> None:
     vllm_ops.concat_and_cache_mla(torch.ones(2, 4), torch.full((2, 2), 3.0), cache, slots, "auto", torch.tensor(2.0))
     assert cache[1, 1].tolist() == [1, 1, 1, 1, 3, 3]
     assert cache.count_nonzero() == 6
+    before = cache.clone()
+    vllm_ops.concat_and_cache_mla(
+        torch.ones(2, 4), torch.full((2, 2), 3.0), cache, slots, "auto", torch.tensor(2.0), skip_scale=True
+    )
+    assert torch.equal(cache, before)
     with pytest.raises(ValueError, match=r"^concat_and_cache_mla: kv_cache_dtype: expected 'auto', got 'fp8'"):
         vllm_ops.concat_and_cache_mla(torch.ones(2, 4), torch.ones(2, 2), cache, slots, "fp8", None)
 
@@ -660,6 +668,27 @@ def test_gathering_of_latents_is_checked() -> None:
         with pytest.raises((ValueError, TypeError), match=f"^gather_and_maybe_dequant_cache: {message}"):
             vllm_ops.gather_and_maybe_dequant_cache(*arguments, None, 7, kv_cache_dtype, None)
     assert not dst.any()
+
+
+def test_rows_behind_the_gathered_latents_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, dst, starts = torch.randn(3, 4, 6), torch.full((999, 6), 9.0), torch.tensor([0, 5, 7], dtype=torch.int32)
+    num_rows, batch_positions = [], ops.batch_positions
+
+    def recorded(*args: Any) -> tuple[Tensor, Tensor]:
+        num_rows.append(args[2])
+        return batch_positions(*args)
+
+    monkeypatch.setattr(ops, "batch_positions", recorded)
+    vllm_ops.cp_gather_cache(cache, dst, TABLE, starts, 2)
+    vllm_ops.gather_and_maybe_dequant_cache(cache, dst, TABLE, starts, None, 7, "auto", None)
+    assert num_rows == [7, 7]
+    assert torch.equal(dst[7:], torch.full((992, 6), 9.0))
+    with pytest.raises(
+        ValueError, match=r"^cp_gather_cache: cu_seq_lens: expected at most 7 \(num_tokens\) last, got 8"
+    ):
+        vllm_ops.cp_gather_cache(cache, dst[:7], TABLE, starts + torch.tensor([0, 0, 1]), 2)
+    with pytest.raises(ValueError, match=r"^cp_gather_cache: cu_seq_lens: expected shape \[1\], got \[0\]"):
+        vllm_ops.cp_gather_cache(cache, dst, TABLE[:0], starts[:0], -1)
 
 
 def test_latents_are_gathered_on_the_device_of_the_cache() -> None:

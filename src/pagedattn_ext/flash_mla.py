@@ -2,13 +2,14 @@
 
     from pagedattn_ext.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-Names, order and meaning of the arguments are those of FlashMLA. More than theirs: fp32 and fp16, any number of heads,
-any page size, any head sizes with a value of up to 512 numbers, and a rotary part of as many.
+Names, order and meaning of the arguments are those of FlashMLA, and `out` is of vLLM's copy of it. More than theirs:
+fp32 and fp16, any number of heads, any page size, any head sizes with a value of up to 512 numbers, and a rotary part
+of as many.
 
 Taken, and without effect: tile_scheduler_metadata and num_splits, also those of older versions; here is nothing to
 plan. Refused, with a ValueError that names the argument: fp8 caches, and sparse attention in pages
-(is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length and extra_topk_length of
-`flash_mla_with_kvcache`).
+(is_fp8_kvcache, SGLang's descale_q and descale_k, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache,
+topk_length and extra_topk_length of `flash_mla_with_kvcache`).
 """
 
 import math
@@ -59,6 +60,10 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Tensor | None = None,
     topk_length: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Latent attention of the last tokens of each sequence over its cached latents.
 
@@ -70,6 +75,7 @@ def flash_mla_with_kvcache(
         cache_seqlens: int32 or int64 [batch], cached tokens, those of q included.
         softmax_scale: default head_size ** -0.5.
         causal: whether a row sees no token after its own; the last row stands at the last token.
+        out: where the result goes; allocated by default.
 
     Returns:
         out [batch, seqlen_q, num_heads, head_dim_v] and lse, fp32 [batch, num_heads, seqlen_q]. A row that sees nothing
@@ -81,6 +87,7 @@ def flash_mla_with_kvcache(
     expect_defaults(
         function, is_fp8_kvcache=is_fp8_kvcache, indices=indices, attn_sink=attn_sink, extra_k_cache=extra_k_cache,
         extra_indices_in_kvcache=extra_indices_in_kvcache, topk_length=topk_length, extra_topk_length=extra_topk_length,
+        descale_q=descale_q, descale_k=descale_k,
     )  # fmt: skip
     refuse_bools(function, softmax_scale=softmax_scale)
     check_tensors(function.__name__, q=q, k_cache=k_cache, block_table=block_table, cache_seqlens=cache_seqlens)
@@ -92,6 +99,7 @@ def flash_mla_with_kvcache(
     num_kv_heads = k_cache.shape[2]
     _check_heads(function, q, k_cache=k_cache)
     head_dim_v = _width_of_values(function, head_size, head_dim_v=head_dim_v)
+    _check_out(function, out, q, head_dim_v)
     check_indices(function, "cache_seqlens", cache_seqlens, batch)
     starts = None if seqlen_q == 1 else starts_of_equal(batch, seqlen_q, q.device)
     heads = zip(q.flatten(0, 1).chunk(num_kv_heads, 1), k_cache.unbind(2), strict=True)
@@ -104,9 +112,10 @@ def flash_mla_with_kvcache(
         )
         for rows, latents in heads
     ]  # fmt: skip
-    out, lse = _joined(parts)
-    lse = lse.masked_fill(lse == -math.inf, math.inf)
-    return out.view(batch, seqlen_q, num_heads, head_dim_v), lse.view(batch, seqlen_q, num_heads).transpose(1, 2)
+    attended, lse = _joined(parts)
+    attended = attended.view(batch, seqlen_q, num_heads, head_dim_v)
+    lse = lse.masked_fill(lse == -math.inf, math.inf).view(batch, seqlen_q, num_heads).transpose(1, 2)
+    return attended if out is None else out.copy_(attended), lse
 
 
 def flash_mla_sparse_fwd(
@@ -117,6 +126,7 @@ def flash_mla_sparse_fwd(
     d_v: int = 512,
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Latent attention of each row over tokens of its own.
 
@@ -128,6 +138,7 @@ def flash_mla_sparse_fwd(
             num_tokens on, is no token.
         attn_sink: [num_heads], a logit that takes a share of the weights and has no value; it is not in the lse.
         topk_length: int32 or int64 [num_rows], how many of the row's indices count; None is all.
+        out: where the result goes; allocated by default.
 
     Returns:
         out [num_rows, num_heads, d_v], the greatest logits and the lse, both fp32 [num_rows, num_heads]. A row that
@@ -149,6 +160,7 @@ def flash_mla_sparse_fwd(
     topk = indices.shape[2]
     check_shape(function, "indices", indices, (num_rows, num_kv_heads, topk))
     d_v = _width_of_values(function, head_size, d_v=d_v)
+    _check_out(function, out, q, d_v)
     check_shape(function, "attn_sink", attn_sink, (num_heads,))
     is_seen = (indices >= 0) & (indices < num_tokens)
     if topk_length is not None:
@@ -170,13 +182,13 @@ def flash_mla_sparse_fwd(
             )  # fmt: skip
         return _joined(parts)
 
-    out, lse = attend(sm_scale)
+    attended, lse = attend(sm_scale)
     # With logits so far apart, all weight is on the greatest one.
     max_logits = attend(sm_scale * 2.0**40)[1] * 2.0**-40
     if attn_sink is not None:
         shares = torch.sigmoid(lse - attn_sink).masked_fill(lse == -math.inf, 0)
-        out = (out * shares[..., None]).to(q.dtype)
-    return out, max_logits, lse.masked_fill(lse == -math.inf, math.inf)
+        attended = (attended * shares[..., None]).to(q.dtype)
+    return attended if out is None else out.copy_(attended), max_logits, lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def _check_heads(function: Callable[..., Any], q: Tensor, **latents: Tensor) -> None:
@@ -195,6 +207,13 @@ def _width_of_values(function: Callable[..., Any], head_size: int, **width: int)
     if not 1 <= number <= head_size:
         raise ValueError(f"{function.__name__}: {name}: expected 1 to {head_size}, got {number}")
     return number
+
+
+def _check_out(function: Callable[..., Any], out: Tensor | None, q: Tensor, width: int) -> None:
+    check_shape(function, "out", out, (*q.shape[:-1], width))
+    if out is not None and out.dtype != q.dtype:
+        expected, got = (str(dtype).removeprefix("torch.") for dtype in (q.dtype, out.dtype))
+        raise TypeError(f"{function.__name__}: out: expected dtype {expected}, as q has, got {got}")
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

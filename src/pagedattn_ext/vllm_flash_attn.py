@@ -1,18 +1,19 @@
 """The functions of vLLM's fork of flash-attn (`vllm.vllm_flash_attn`) on the ops of this package.
 
-Names, order and defaults are the fork's. `pagedattn_ext.flash_attn` computes, and says what the arguments mean and what
-has no effect. Refused, with a ValueError that names the argument: dropout_p, q_v, output_scale, cp_world_size above 1,
-mask_mod, block_sparse_tensors, aux_tensors, dynamic_causal.
+Names, order and defaults are those of the fork in vLLM 0.33. `pagedattn_ext.flash_attn` computes, and says what the
+arguments mean and what has no effect. Refused, with a ValueError that names the argument: dropout_p, q_v, output_scale,
+cp_world_size above 1, mask_mod, block_sparse_tensors, aux_tensors, dynamic_causal, gather_kv_indices,
+gather_kv_valid_length.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import flash_attn
 from ._adapters import expect_defaults
-from .flash_attn_interface import get_scheduler_metadata
 
 __all__ = [
     "fa_version_unsupported_reason",
@@ -30,6 +31,32 @@ def is_fa_version_supported(fa_version: int, device: object = None) -> bool:
 
 def fa_version_unsupported_reason(fa_version: int, device: object = None) -> str | None:
     return None if fa_version in (2, 3, 4) else f"fa_version: expected 2, 3 or 4, got {fa_version}"
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """An empty int32 tensor: nothing needs to be planned."""
+    return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 
 def flash_attn_varlen_func(
@@ -69,6 +96,8 @@ def flash_attn_varlen_func(
     aux_tensors: Any = None,
     aux_tensor_leading_dims: Any = None,
     dynamic_causal: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    gather_kv_valid_length: Tensor | None = None,
 ) -> Any:
     """Attention of a ragged batch: out, with return_softmax_lse (out, lse). return_attn_probs has no effect."""
     function = flash_attn_varlen_func
@@ -78,6 +107,7 @@ def flash_attn_varlen_func(
         function, q_v=q_v, output_scale=output_scale, cp_tot_seqused_k=cp_tot_seqused_k, mask_mod=mask_mod,
         block_sparse_tensors=block_sparse_tensors, aux_tensors=aux_tensors,
         aux_tensor_leading_dims=aux_tensor_leading_dims, dynamic_causal=dynamic_causal,
+        gather_kv_indices=gather_kv_indices, gather_kv_valid_length=gather_kv_valid_length,
     )  # fmt: skip
     return flash_attn.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

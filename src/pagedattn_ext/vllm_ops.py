@@ -2,14 +2,15 @@
 
     from pagedattn_ext import vllm_ops as ops
 
-Names, order and meaning of the arguments are vLLM's: results first, which are written and not returned. Caches have
-either layout of `pagedattn_ext.ops`. From the first vLLM are `single_query_cached_kv_attention` with a head_mapping,
-`gather_cached_kv`, `rotary_embedding_neox`, and block mappings that are dicts. k_scale and v_scale may be floats.
+Names, order and meaning of the arguments are those of vLLM 0.33, or of the last vLLM that had the function: results
+first, which are written and not returned. Caches have either layout of `pagedattn_ext.ops`. From the first vLLM are
+`single_query_cached_kv_attention` with a head_mapping, `gather_cached_kv`, `rotary_embedding_neox`, and block mappings
+that are dicts. k_scale and v_scale may be floats.
 
 The functions of vLLM's attention on CPUs are those of `vllm_cpu_attention`, those that read latents of `vllm_mla`.
 
-Taken, and without effect: tp_rank. Refused, with a ValueError that names the argument: blocksparse_vert_stride, and
-output_scale of `merge_attn_states`. A bool is no scale.
+Taken, and without effect: tp_rank. Refused, with a ValueError that names the argument: blocksparse_vert_stride,
+interleaved_v, and output_scale of `merge_attn_states`. A bool is no scale.
 """
 
 import math
@@ -257,8 +258,10 @@ def reshape_and_cache(
     kv_cache_dtype: str = "auto",
     k_scale: Scale = None,
     v_scale: Scale = None,
+    interleaved_v: bool = False,
 ) -> None:
     """`ops.reshape_and_cache` in vLLM's order."""
+    expect_defaults(reshape_and_cache, interleaved_v=interleaved_v)
     call(
         "reshape_and_cache", packed_heads(key), packed_heads(value), key_cache, value_cache, slot_mapping,
         kv_cache_dtype, *_scales(reshape_and_cache, k_scale, v_scale),
@@ -289,8 +292,9 @@ def concat_and_cache_mla(
     slot_mapping: Tensor,
     kv_cache_dtype: str = "auto",
     scale: Scale = None,
+    skip_scale: bool = False,
 ) -> None:
-    """`ops.concat_and_cache_mla` in vLLM's order. The cache is not fp8: its scale has no effect."""
+    """`ops.concat_and_cache_mla` in vLLM's order. The cache is not fp8: scale and skip_scale have no effect."""
     if kv_cache_dtype != "auto":
         raise ValueError(f"concat_and_cache_mla: kv_cache_dtype: expected 'auto', got {kv_cache_dtype!r}")
     refuse_bools(concat_and_cache_mla, scale=scale)

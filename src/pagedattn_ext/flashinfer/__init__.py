@@ -6,9 +6,9 @@
     decode.plan(indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size)
     out = decode.run(q, paged_kv_cache)
 
-Names, order, defaults and meaning of the arguments are those of FlashInfer 0.7. A paged cache is a pair (keys, values)
-or one tensor [num_pages, 2, ...], with pages [page_size, num_kv_heads, head_dim] (NHD) or [num_kv_heads, page_size,
-head_dim] (HND), of any page size. The lse has base 2. A row without keys gives zeros and an lse of -inf.
+Names, order, defaults and meaning of the arguments are those of FlashInfer 0.7.4. A paged cache is a pair (keys,
+values) or one tensor [num_pages, 2, ...], with pages [page_size, num_kv_heads, head_dim] (NHD) or [num_kv_heads,
+page_size, head_dim] (HND), of any page size. The lse has base 2. A row without keys gives zeros and an lse of -inf.
 
 More than theirs: fp32, and dtypes that `plan` was not told, because `run` looks at its tensors.
 
@@ -22,10 +22,11 @@ What costs more than in FlashInfer, because `run` makes copies for ops that have
 "ALIBI" of rows that see later keys, and values of another width than the keys. `_ragged.py` says how much.
 
 Refused, with a ValueError that names the argument: jit_args other than those of attention with sinks, all of multi-item
-scoring, scales that differ by head, an output scale, block scales of 4-bit caches, "ALIBI" with logits_soft_cap, a mask
-or sinks; of latent attention (`mla`) also use_cuda_graph, fp8, and what is for the cutlass backend. Left out: sparse
-attention, quantization but for packed masks, norms and rotations, pipes of logits, communication, mixtures of experts,
-and the functions of one backend alone (cudnn, xqa, and those of trtllm but the four in `_trtllm.py`).
+scoring, scales that differ by head or token, an output scale, block scales of 4-bit caches, "ALIBI" with
+logits_soft_cap, a mask or sinks; of latent attention (`mla`) also use_cuda_graph, fp8, sinks, and what is for the
+cutlass backend. Left out: sparse attention, quantization but for packed masks, norms and rotations, pipes of logits,
+communication, mixtures of experts, top_k_varlen, gdn_decode, and the functions of one backend alone (cudnn, xqa, and
+those of trtllm but the four in `_trtllm.py`).
 """
 
 from typing import NoReturn
@@ -98,7 +99,7 @@ from .sampling import (
 )
 from .topk import TopKTieBreak, top_k, top_k_page_table_transform, top_k_ragged_transform
 
-__version__ = "0.7.0"  # of the FlashInfer whose functions these are
+__version__ = "0.7.4"  # of the FlashInfer whose functions these are
 
 __all__ = [
     "BatchAttention",

@@ -53,6 +53,9 @@ class GraphMemory:
         block_tables = self.keep("block_tables", block_tables, batch, num_pages)
         return query_starts, block_tables, self.keep("seq_lens", seq_lens, batch)
 
+    def make_room(self, argument: str, end: int) -> None:
+        self._ends[argument] = end
+
     def check_kind(self, plan: Plan) -> None:
         """A captured `run` computes as its own plan says, whatever later plans say of masks and positions."""
         if self.first is None:
@@ -67,11 +70,13 @@ class GraphMemory:
             raise refusal(plan.function, "causal", f"{self.first.causal}, as in the first plan", plan.causal)
 
     def check_ends(self, function: Callable[..., Any], **starts: Tensor) -> None:
-        """The first plan of a ragged batch says how many rows, and how many keys without pages, there may be."""
+        """The first plan of a ragged batch says how many rows, and how many keys without pages, there may be, unless
+        `make_room` does."""
         for argument, start in starts.items():
             end = int(start[-1])
             if end > self._ends.get(argument, end):
-                raise refusal(function, argument, f"at most {self._ends[argument]} last, as in the first plan", end)
+                most = f"at most {self._ends[argument]} last, the room of the graph"
+                raise refusal(function, argument, most, end)
 
     def keep_ragged(self, batch: RaggedBatch, num_keys: int | None = None) -> RaggedBatch:
         """The same, with room for the rows of the first plan and for num_keys keys, or those of the first plan. Two

@@ -134,6 +134,12 @@ def check_dtype(function: Callable[..., Any], name: str, dtype: Dtype | None) ->
         raise refusal(function, name, "a dtype of torch, or its name", repr(dtype))
 
 
+def check_result_dtype(function: Callable[..., Any], name: str, dtype: torch.dtype | None) -> None:
+    """None is that of the queries."""
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise refusal(function, name, "torch.float32, torch.float16 or torch.bfloat16", dtype)
+
+
 def in_dtype(out: Tensor, o_data_type: Dtype | None) -> Tensor:
     """Rounded from the dtype of the queries, in which the ops compute it."""
     dtype = getattr(torch, o_data_type) if isinstance(o_data_type, str) else o_data_type

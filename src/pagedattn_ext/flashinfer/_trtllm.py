@@ -11,7 +11,7 @@ from .. import ops
 from .._adapters import call_as, check_shape, expect_defaults, starts_of_equal, window_of
 from .._index_checks import check_indices
 from ..ops._call import call, check_rank, check_tensors, given, to_int
-from ._plan import in_dtype, one_factor, refusal, results_of
+from ._plan import check_result_dtype, in_dtype, one_factor, refusal, results_of
 from ._ragged import attend_to_values, with_dense_heads
 from .page import PagedCache, check_layout, pages_of
 
@@ -55,7 +55,14 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale_log2: Tensor | None = None,
     multi_ctas_kv_counter_buffer: Tensor | None = None,
     enable_block_sparse_attention: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: Tensor | None = None,
     bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: Tensor | None = None,
+    request_order_plan: Any = None,
+    sparse_top_k: int = 0,
+    length_aware_schedule: bool = False,
 ) -> Any:
     """Causal attention of the last tokens of each sequence: out, like query; with return_lse (out, lse).
 
@@ -77,14 +84,17 @@ def trtllm_batch_decode_with_kv_cache(
         out_dtype: fp32, fp16 or bf16; default that of out, or of query.
 
     Without effect: workspace_buffer, max_seq_len, max_q_len, enable_pdl, backend, multi_ctas_kv_counter_buffer,
-    bf16q_fp8kv_transform_mode, and o_scale, which is for results in fp8. Refused: o_sf_scale, o_sf_vec_size, mask,
-    skip_softmax_threshold_scale_factor, kv_cache_sf, enable_block_sparse_attention, uses_shared_paged_kv_idx=False.
+    bf16q_fp8kv_transform_mode, request_order, request_order_plan, length_aware_schedule, and o_scale, which is for
+    results in fp8. Refused: o_sf_scale, o_sf_vec_size, mask, skip_softmax_threshold_scale_factor, kv_cache_sf,
+    enable_block_sparse_attention, sparse_top_k, cp_world, cp_rank, causal_seqlens_kv_global, and
+    uses_shared_paged_kv_idx=False.
     """
     function = trtllm_batch_decode_with_kv_cache
     expect_defaults(
         function, o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, mask=mask,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf,
-        enable_block_sparse_attention=enable_block_sparse_attention,
+        enable_block_sparse_attention=enable_block_sparse_attention, sparse_top_k=sparse_top_k, cp_world=cp_world,
+        cp_rank=cp_rank, causal_seqlens_kv_global=causal_seqlens_kv_global,
     )  # fmt: skip
     starts = cum_seq_lens_q
     if starts is None:
@@ -136,6 +146,10 @@ def trtllm_batch_context_with_kv_cache(
     multi_ctas_kv_counter_buffer: Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
+    backend: str = "trtllm-gen",
+    window_right: int = -1,
+    variable_window_token_starts: Tensor | None = None,
+    variable_window_token_ends: Tensor | None = None,
 ) -> Any:
     """As `trtllm_batch_decode_with_kv_cache`, of any number of rows a sequence.
 
@@ -144,13 +158,18 @@ def trtllm_batch_context_with_kv_cache(
         causal: whether a row sees no token after its own.
 
     Without effect beside those of that function: max_kv_len, batch_size, cum_seq_lens_kv, use_fp16_softmax. Refused
-    beside: uses_spcompress.
+    beside: uses_spcompress, variable_window_token_starts, variable_window_token_ends, and a window_right other than -1,
+    or 0 with causal.
     """
     function = trtllm_batch_context_with_kv_cache
     expect_defaults(
         function, o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, kv_cache_sf=kv_cache_sf,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, uses_spcompress=uses_spcompress,
+        variable_window_token_starts=variable_window_token_starts,
+        variable_window_token_ends=variable_window_token_ends,
     )  # fmt: skip
+    if window_right != -1 and not (causal and window_right == 0):
+        raise refusal(function, "window_right", "-1, or 0 with causal", window_right)
     check_tensors(function.__qualname__, cum_seq_lens_q=cum_seq_lens_q)
     scale = one_factor(function, "bmm1_scale", bmm1_scale)
     return _attend(
@@ -188,6 +207,7 @@ def trtllm_ragged_attention_deepseek(
     kv_seq_lens_cpu: Tensor | None = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
+    skip_all_rows_active_check: bool = True,
 ) -> Any:
     """Attention of the last rows of each sequence to keys and values that lie one after the other: out; with return_lse
     (out, lse).
@@ -202,7 +222,7 @@ def trtllm_ragged_attention_deepseek(
         bmm1_scale, bmm2_scale, window_left, out, lse, attention_sinks: as in `trtllm_batch_decode_with_kv_cache`.
 
     Without effect: workspace_buffer, seq_lens, max_q_len, max_kv_len, o_sf_scale, batch_size, enable_pdl, backend,
-    num_elts_per_sage_attn_blk, q_seq_lens_cpu, kv_seq_lens_cpu, use_fp16_softmax. Refused:
+    num_elts_per_sage_attn_blk, q_seq_lens_cpu, kv_seq_lens_cpu, use_fp16_softmax, skip_all_rows_active_check. Refused:
     skip_softmax_threshold_scale_factor, sage_attn_sfs, uses_spcompress.
     """
     function = trtllm_ragged_attention_deepseek
@@ -260,6 +280,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cp_rank: int = 0,
     causal_seqlens_kv_global: Tensor | None = None,
     use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
 ) -> Any:
     """Causal latent attention of the last tokens of each sequence: out, like query with heads of kv_lora_rank; with
     return_lse (out, lse).
@@ -268,7 +289,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         query: [batch_size, num_tokens, num_heads, kv_lora_rank + qk_rope_head_dim], absorbed; with cum_seq_lens_q
             [total number of tokens, ...].
         kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or [num_pages, 1, ...].
-        lse: fp32 [total number of tokens, num_heads], in base 2, or [batch_size, num_tokens, num_heads].
+        lse: fp32 [total number of tokens, num_heads], or [batch_size, num_tokens, num_heads].
+        return_lse_base: "base2", the default, or "basee" for the natural lse.
         block_tables, seq_lens, bmm1_scale, bmm2_scale, out, cum_seq_lens_q: as in `trtllm_batch_decode_with_kv_cache`.
 
     Without effect: workspace_buffer, qk_nope_head_dim, max_seq_len, enable_pdl, backend, is_var_seq, cute_dsl_impl,
@@ -284,6 +306,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )  # fmt: skip
     if not uses_shared_paged_kv_idx:
         raise refusal(function, "uses_shared_paged_kv_idx", "True", uses_shared_paged_kv_idx)
+    if return_lse_base not in (None, "base2", "basee"):
+        raise refusal(function, "return_lse_base", "None, 'base2' or 'basee'", repr(return_lse_base))
     name = function.__qualname__
     check_tensors(name, query=query, kv_cache=kv_cache, block_tables=block_tables, seq_lens=seq_lens)
     check_rank(name, "query", query, 4 if cum_seq_lens_q is None else 3)
@@ -309,7 +333,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     attended = attended.view(*query.shape[:-1], kv_lora_rank)
     if lse is not None and lse.dim() == 3:
         natural_lse = natural_lse.view(*query.shape[:-1])
-    return _results(function, attended, natural_lse, bmm2_scale, out, None, lse, return_lse)
+    base = "ln" if return_lse_base == "basee" else "log2"
+    return _results(function, attended, natural_lse, bmm2_scale, out, None, lse, return_lse, base)
 
 
 def _attend(
@@ -359,12 +384,12 @@ def _results(
     out_dtype: torch.dtype | None,
     lse: Tensor | None,
     return_lse: bool,
+    lse_base: str = "log2",
 ) -> Any:
     if out is not None:
         check_tensors(function.__qualname__, out=out)
         out_dtype = out.dtype if out_dtype is None else out_dtype
-    if out_dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise refusal(function, "out_dtype", "torch.float32, torch.float16 or torch.bfloat16", out_dtype)
+    check_result_dtype(function, "out_dtype", out_dtype)
     attended = in_dtype(attended, out_dtype)
     factor = one_factor(function, "bmm2_scale", bmm2_scale)
-    return results_of(function, attended, natural_lse, None if factor == 1 else factor, out, lse, return_lse)
+    return results_of(function, attended, natural_lse, None if factor == 1 else factor, out, lse, return_lse, lse_base)

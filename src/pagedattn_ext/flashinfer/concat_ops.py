@@ -6,13 +6,14 @@ from .._adapters import check_shape
 from ..ops._call import check_rank, check_tensors
 
 
-def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor) -> None:
+def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor, *, backend: str = "default") -> None:
     """Writes the keys of each head into k: its own numbers, and behind them the rotary part that all heads share.
 
     Args:
         k: [num_tokens, num_heads, nope_dim + rope_dim], written.
         k_nope: [num_tokens, num_heads, nope_dim], k's dtype.
         k_rope: [num_tokens, 1, rope_dim], k's dtype.
+        backend: has no effect.
     """
     function = concat_mla_k
     check_tensors(function.__qualname__, k=k, k_nope=k_nope, k_rope=k_rope)

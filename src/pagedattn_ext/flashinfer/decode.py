@@ -30,6 +30,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         paged_kv_last_page_len_buffer: Tensor | None = None,
         backend: str = "auto",
         jit_args: list[Any] | None = None,
+        jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers and at most
         the pages that paged_kv_indices_buffer holds. `plan` writes to the buffers. On a GPU, tables take 4 bytes for
@@ -70,6 +71,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         *,
         window_right: int = 0,
         is_causal: bool | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Says which pages the sequences of the next calls of `run` have.
 
@@ -88,7 +90,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """
         q_len_per_req = to_int(type(self).plan.__qualname__, "q_len_per_req", q_len_per_req)
         is_causal = None if is_causal == (q_len_per_req > 1) else is_causal  # FlashInfer takes nothing else either
-        expect_defaults(type(self).plan, window_right=window_right)
+        expect_defaults(type(self).plan, window_right=window_right, use_token_head_sf=use_token_head_sf)
         if is_causal is not None:
             raise refusal(type(self).plan, "is_causal", "None, or whether q_len_per_req is more than 1", is_causal)
         if q_len_per_req < 1:
@@ -163,6 +165,34 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         return self._attend(run, q, paged_kv_cache, plan, (q_scale, k_scale, v_scale), sinks, results)
 
     begin_forward = plan
+
+    def workspace_size(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Dtype | None = "float16",
+        kv_data_type: Dtype | None = None,
+        o_data_type: Dtype | None = None,
+        data_type: Dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> tuple[int, int]:
+        """The bytes of both workspaces for a `plan` with these arguments: none."""
+        return 0, 0
 
     def forward(
         self,

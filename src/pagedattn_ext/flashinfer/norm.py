@@ -81,7 +81,13 @@ def fused_add_rmsnorm_quant(
 
 
 def layernorm_quant(
-    out: Tensor, input: Tensor, gemma: Tensor, beta: Tensor, scale: float | Tensor, eps: float = 1e-6
+    out: Tensor,
+    input: Tensor,
+    gemma: Tensor,
+    beta: Tensor,
+    scale: float | Tensor,
+    eps: float = 1e-6,
+    enable_pdl: bool | None = None,
 ) -> None:
     """`layernorm`, rounded to input's dtype, into out, fp8."""
     _check_quantized(layernorm_quant, out, input, scale)

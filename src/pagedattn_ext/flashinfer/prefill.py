@@ -10,8 +10,9 @@ from torch import Tensor
 
 from .._adapters import expect_defaults
 from .._index_checks import check_starts
+from ..ops._call import to_int
 from ._mask import mask_of
-from ._plan import NAMES, Dtype, Plan, Scale, check_dtype, in_dtype, results_of
+from ._plan import NAMES, Dtype, Plan, Scale, check_dtype, in_dtype, refusal, results_of
 from ._ragged import RaggedBatch, attend_ragged
 from ._single import attend_one
 from ._trtllm import trtllm_batch_context_with_kv_cache as trtllm_batch_context_with_kv_cache
@@ -38,10 +39,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         jit_args: list[Any] | None = None,
         jit_kwargs: dict[str, Any] | None = None,
         variant_owns_mask: bool = False,
+        max_total_num_rows: int | None = None,
     ) -> None:
         """With use_cuda_graph a captured `run` sees later plans, which have the batch size of the buffers, and at most
         the pages that paged_kv_indices_buf holds. Rows of q behind qo_indptr[-1] are zeros. `plan` writes to the
-        buffers, but for those of masks. With a mask or "ROPE_LLAMA", `run` copies as many pages as the buffer holds."""
+        buffers, but for those of masks. With a mask or "ROPE_LLAMA", `run` copies as many pages as the buffer holds,
+        and there are at most max_total_num_rows rows, or as many as in the first plan."""
         expect_defaults(type(self).__init__, variant_owns_mask=variant_owns_mask)
         buffers = {
             "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
@@ -50,6 +53,12 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             "paged_kv_last_page_len": ("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
         }
         super().__init__(kv_layout, use_cuda_graph, buffers, jit_args)
+        if max_total_num_rows is not None:
+            if self._graph is None:
+                expected = "None without use_cuda_graph"
+                raise refusal(type(self).__init__, "max_total_num_rows", expected, max_total_num_rows)
+            most = to_int(type(self).__init__.__qualname__, "max_total_num_rows", max_total_num_rows)
+            self._graph.make_room("qo_indptr", most)
 
     def plan(
         self,
@@ -88,6 +97,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
         uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Says which rows and pages the sequences of the next calls of `run` have.
 
@@ -101,6 +111,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             causal: whether a row sees no token after its own, with the last row at the last token.
             The other arguments are those of the decode wrapper.
         """
+        expect_defaults(type(self).plan, use_token_head_sf=use_token_head_sf)
         refuse_items(type(self).plan, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         plan = self._new_plan(
             function=type(self).plan,
@@ -165,6 +176,46 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return self._attend(run, q, paged_kv_cache, plan, (q_scale, k_scale, v_scale), sinks, results)
 
     begin_forward = plan
+
+    def workspace_size(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Dtype = "float16",
+        kv_data_type: Dtype | None = None,
+        o_data_type: Dtype | None = None,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        uniform_q_len: int | None = None,
+    ) -> tuple[int, int]:
+        """The bytes of both workspaces for a `plan` with these arguments: none."""
+        return 0, 0
 
     def forward(
         self,
@@ -263,11 +314,14 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper[PlannedRows]):
         max_sequence_kv: int | None = None,
         v_indptr: Tensor | None = None,
         o_indptr: Tensor | None = None,
+        qo_indptr_cpu: Tensor | None = None,
+        kv_indptr_cpu: Tensor | None = None,
         uniform_q_len: int | None = None,
+        use_token_head_sf: bool = False,
     ) -> None:
         """Says where the rows (qo_indptr) and the keys (kv_indptr, int32 [batch + 1]) of each sequence begin. The other
         arguments are those of the wrapper of pages. `run` copies values that are narrower than keys."""
-        expect_defaults(type(self).plan, v_indptr=v_indptr, o_indptr=o_indptr)
+        expect_defaults(type(self).plan, v_indptr=v_indptr, o_indptr=o_indptr, use_token_head_sf=use_token_head_sf)
         refuse_items(type(self).plan, prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         plan = self._new_plan(
             function=type(self).plan,

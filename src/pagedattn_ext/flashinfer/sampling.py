@@ -8,8 +8,8 @@ the filters of this row, on its own place, and on seed and offset (ints, or int6
 one for each sample). They take the place of the generator. Without a seed the generator gives one. A `CPUGraph` reads
 seed and offset anew at each replay if they are tensors.
 
-Taken, and without effect: deterministic, is_deterministic, enable_pdl. All ties of the k-th probability are kept, and
-all ties of the least that top_p keeps.
+Taken, and without effect: deterministic, is_deterministic, enable_pdl, top_k_max. All ties of the k-th probability are
+kept, and all ties of the least that top_p keeps.
 """
 
 from collections.abc import Callable, Mapping
@@ -133,6 +133,7 @@ def top_k_top_p_sampling_from_logits(
     check_nan: bool = False,
     seed: Seed = None,
     offset: Seed = None,
+    top_k_max: int | None = None,
 ) -> Tensor:
     """The same of softmax(logits), with both filters. "top_k_first": top_p is of what top_k keeps, renormalised;
     "joint": of the whole row."""
@@ -156,6 +157,7 @@ def top_k_top_p_sampling_from_probs(
     seed: Seed = None,
     offset: Seed = None,
     return_valid: bool = False,
+    top_k_max: int | None = None,
 ) -> Any:
     """`top_k_top_p_sampling_from_logits` of probabilities; return_valid as in `sampling_from_probs`."""
     function = top_k_top_p_sampling_from_probs

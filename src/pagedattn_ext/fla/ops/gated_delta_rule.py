@@ -36,20 +36,20 @@ def chunk_gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
-    head_first: bool = False,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: Any = None,
     *,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
     transpose_state_layout: bool | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    chunk_size: int = 64,
-    cp_context: Any = None,
+    head_first: bool = False,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """(out [batch, seq_len, num_v_heads, v_dim], the final states, if they are asked for).
 
@@ -66,7 +66,7 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: beta is what the sigmoid is taken of.
         allow_neg_eigval: beta is twice the sigmoid.
         state_v_first: states are [num_seqs, num_v_heads, v_dim, k_dim]. transpose_state_layout is its older name.
-        cu_seqlens_cpu, chunk_indices, chunk_size: have no effect.
+        cu_seqlens_cpu, chunk_indices, kwargs: have no effect.
         head_first, cp_context: refused.
     """
     expect_defaults(chunk_gated_delta_rule, head_first=head_first, cp_context=cp_context)
@@ -89,15 +89,16 @@ def fused_recurrent_gated_delta_rule(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
     transpose_state_layout: bool | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As `chunk_gated_delta_rule`. Without g nothing decays, without beta it is 1. gk and gv are refused."""
     function = fused_recurrent_gated_delta_rule

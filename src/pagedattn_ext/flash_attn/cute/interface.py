@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pagedattn_ext import flash_attn
+from pagedattn_ext import flash_attn, flash_attn_interface
 from pagedattn_ext._adapters import expect_defaults, starts_of_equal
 from pagedattn_ext.flash_attn._arguments import WindowSize
 from pagedattn_ext.ops._call import check_rank, check_tensors
@@ -48,6 +48,8 @@ def flash_attn_func(
     block_sparse_tensors: Any = None,
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> Results:
     """Attention of a batch whose sequences are equally long: (out, lse), with None for the lse without return_lse."""
     function = flash_attn_func
@@ -95,6 +97,8 @@ def flash_attn_varlen_func(
     scheduler_metadata: Any = None,
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
+    gather_bwd_recompute_p: bool = False,
+    gather_bwd_token_chunk: int | None = None,
 ) -> Results:
     """Attention of a ragged batch: (out, lse), with None for the lse without return_lse.
 
@@ -130,6 +134,22 @@ def flash_attn_varlen_func(
     return out, lse if return_lse else None
 
 
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> Results:
+    """`flash_attn_interface.flash_attn_combine`, with None for the lse without return_lse. Without effect: cu_seqlens,
+    seqused (all rows are computed) and virtual_batch_idx."""
+    combined, lse = flash_attn_interface.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+    return combined, lse if return_lse else None
+
+
 def get_scheduler_metadata(
     max_seqlen_q: int,
     max_seqlen_k: int,
@@ -150,6 +170,7 @@ def get_scheduler_metadata(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     seqlen_k_per_split: int | None = None,
+    _arch: int | None = None,
 ) -> SchedulerMetadataTensorsTorch:
     """Metadata that say nothing. `flash_attn_varlen_func` takes any."""
     return SchedulerMetadataTensorsTorch(cu_total_m_blocks=torch.empty(0, dtype=torch.int32))
