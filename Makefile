@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
   test-simt test-server test-clients test-agents test-ray test-adopters test-vllm test-transformers-hub \
   test-nano-vllm test-mini-sglang test-peers test-models sweep-models test-long \
   test-cuda test-arm64 wheel test-wheels hub gpu-report check-clang check-macos check-cuda check-cuda-sm80 sanitize \
-  sanitize-build sanitize-cpu sanitize-simt mutants bench paper lint format clean
+  sanitize-cpu sanitize-simt mutants bench paper lint format clean
 help:
 	@echo "make build | native | demo | serve | test | test-quick | tests-of | test-clients | test-agents | test-ray |" \
 	  "test-adopters | test-peers | test-models | sweep-models | test-long | test-cuda | test-arm64 | wheel | test-wheels |" \
@@ -332,7 +332,7 @@ check-macos: .venv/dev .venv-macos/ready
 	$(BIN)/ninja -C build/macos -j $(JOBS) \
 	  $$($(BIN)/ninja -C build/macos -t targets all | sed -n 's|^\(CMakeFiles/.*\.o\): .*|\1|p')
 
-# The op tests, on the CPU and the simt device, on a build with AddressSanitizer and UndefinedBehaviorSanitizer; of the
+# The op tests, on the CPU and the simt device, on builds with AddressSanitizer and UndefinedBehaviorSanitizer; of the
 # instruction sets the best that this machine has (test-long: the lowest, too), of sweeps over sizes every seventh case,
 # of properties a few examples: under sanitizers a call takes ten times as long. SANITIZED_PART=2/3 is the second third.
 # Leaks are not looked for: Python and torch leave much behind. What compiles code or reads the binary is left out.
@@ -342,25 +342,25 @@ SANITIZED_PART ?= 1/1
 SWEEP_STEP ?= 7
 SANITIZED_PROFILE ?= few
 CXX ?= c++
+# Each device has a build of its own, so that one of them alone is compiled where one alone is asked for.
+sanitized_build = $(CMAKE_CONFIGURE) -B $(1) -DPAGEDATTN_SANITIZE=ON \
+  "-DPAGEDATTN_CPU_CAPABILITIES=$(SANITIZED_CAPABILITIES)" && $(CMAKE_BUILD) $(1) --parallel $(JOBS) --target $(2)
 # Without the thread of faulthandler, which pytest starts at each test: if it allocates as a test forks, the child
 # waits for ever for the sanitizer's allocator.
-SANITIZED_PYTEST = env HYPOTHESIS_PROFILE=$(SANITIZED_PROFILE) PYTHONPATH=$(SANITIZED)/package \
-  ASAN_OPTIONS=detect_leaks=0 \
-  PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/libpagedattn_simt.so \
+SANITIZED_PYTEST = env HYPOTHESIS_PROFILE=$(SANITIZED_PROFILE) ASAN_OPTIONS=detect_leaks=0 \
   LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
   $(PYTEST) -o faulthandler_timeout=0 --sweep-step $(SWEEP_STEP) --part $(SANITIZED_PART) tests/ops \
   --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
 sanitize: sanitize-simt sanitize-cpu
-sanitize-build: build
-	$(CMAKE_CONFIGURE) -B $(SANITIZED) -DPAGEDATTN_SANITIZE=ON \
-	  "-DPAGEDATTN_CPU_CAPABILITIES=$(SANITIZED_CAPABILITIES)"
-	$(CMAKE_BUILD) $(SANITIZED) --parallel $(JOBS) --target all simt
-	$(BIN)/cmake --install $(SANITIZED) --prefix $(SANITIZED)/package
+sanitize-cpu: build
+	$(call sanitized_build,$(SANITIZED)/cpu,all)
+	$(BIN)/cmake --install $(SANITIZED)/cpu --prefix $(SANITIZED)/package
 	cd src && find pagedattn_ext -name '*.py' -exec cp --parents -t $(CURDIR)/$(SANITIZED)/package {} +
-sanitize-cpu: sanitize-build
-	$(SANITIZED_PYTEST) $(if $(findstring default,$(SANITIZED_CAPABILITIES)),--device cpu-default) --device cpu
-sanitize-simt: sanitize-build
-	$(SANITIZED_PYTEST) --device simt
+	PYTHONPATH=$(SANITIZED)/package $(SANITIZED_PYTEST) \
+	  $(if $(findstring default,$(SANITIZED_CAPABILITIES)),--device cpu-default) --device cpu
+sanitize-simt: build
+	$(call sanitized_build,$(SANITIZED)/simt,simt)
+	PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/simt/libpagedattn_simt.so $(SANITIZED_PYTEST) --device simt
 
 bench: build
 	$(BIN)/python bench/attn.py --quick

@@ -20,10 +20,14 @@
 #define PAGEDATTN_ALWAYS_INLINE __attribute__((always_inline))
 #define PAGEDATTN_INLINE inline PAGEDATTN_ALWAYS_INLINE
 
-// Before a loop of constant length over accumulators: unrolled, they stay in registers.
+// Before a loop of constant length over accumulators: unrolled, they stay in registers. A draft does without that:
+// attend_amx_bf16 compiles in a third of the time.
 #if defined(__clang__)
 #define PAGEDATTN_UNROLL _Pragma("unroll")
 #define PAGEDATTN_UNROLL_BY_2 _Pragma("unroll 2")  // where the whole loop would be too much code
+#elif defined(PAGEDATTN_DRAFT)
+#define PAGEDATTN_UNROLL _Pragma("GCC unroll 1")
+#define PAGEDATTN_UNROLL_BY_2 _Pragma("GCC unroll 1")
 #else
 #define PAGEDATTN_UNROLL _Pragma("GCC unroll 16")
 #define PAGEDATTN_UNROLL_BY_2 _Pragma("GCC unroll 2")
