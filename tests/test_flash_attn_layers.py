@@ -125,6 +125,14 @@ def test_apply_rotary_emb_of_a_ragged_batch() -> None:
     assert_close_to_reference(out, rotated(x, torch.tensor([4, 5, 1, 2, 3, 4])))
 
 
+@pytest.mark.parametrize("num_tokens", [4, len(COS)])
+def test_cos_and_sin_that_do_not_lie_row_by_row(num_tokens: int) -> None:
+    """Fewer positions than the tables have, and all of them."""
+    x = torch.randn(1, num_tokens, 2, 8)
+    cos, sin = (table.t().contiguous().t() for table in (COS, SIN))
+    assert_same_bits(apply_rotary(x, cos, sin, 0), apply_rotary(x, COS, SIN, 0))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_cos_and_sin_of_another_dtype(dtype: torch.dtype) -> None:
     x = torch.randn(1, 4, 2, 8).to(dtype)

@@ -181,7 +181,7 @@ WRONG_PLANS: dict[str, tuple[type[Exception], str, Any]] = {
     "no causal": (TypeError, "causal", None),
     "no number of heads": (TypeError, "num_heads", None),
     "no pages": (TypeError, "kv_indices", None),
-    "lists of both forms": (ValueError, "kv_indptr", None),
+    "lists of both forms": (ValueError, "block_tables", None),
 }
 
 

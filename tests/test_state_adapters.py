@@ -333,6 +333,19 @@ def test_selective_state_update_compiled(dtype: torch.dtype, slots: Tensor | Non
     assert torch.equal(updated, state)
 
 
+@pytest.mark.parametrize("slots", [None, torch.tensor([2, 0], dtype=torch.int32)], ids=["batch", "slots"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_states_that_do_not_lie_row_by_row_are_written(dtype: torch.dtype, slots: Tensor | None) -> None:
+    """As many slots as sequences, or more; and one slot more than that, of which only some are converted."""
+    x, dt, A, (B, C) = torch.ones(2, 4, 6), torch.ones(2, 4, 6), -torch.rand(4, 6, 8), torch.randn(2, 2, 2, 8)
+    for num_slots in (2,) if slots is None else (3, 4):
+        state = torch.randn(num_slots, 4, 6, 8).to(dtype)
+        transposed = state.transpose(2, 3).contiguous().transpose(2, 3)
+        out = selective_state_update(transposed, x, dt, A, B, C, state_batch_indices=slots)
+        assert torch.equal(out, selective_state_update(state, x, dt, A, B, C, state_batch_indices=slots))
+        assert torch.equal(transposed, state)
+
+
 def test_states_of_16_bits_in_other_slots_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that another thread writes meanwhile, and the bits of NaN."""
     module = importlib.import_module("pagedattn_ext.mamba_ssm.ops.triton.selective_state_update")

@@ -255,17 +255,17 @@ def states_before(
 
 
 def converted_rows(tensor: Tensor, rows: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-    """convert(tensor). If `rows` are fewer than the rows of the tensor, only these are converted, and the others hold
-    anything. So a call costs what its rows cost. The rows keep their numbers, so that an op checks `rows` as for the
-    tensor itself.
+    """convert(tensor), contiguous. If `rows` are fewer than the rows of the tensor, only these are converted, and the
+    others hold anything. So a call costs what its rows cost. The rows keep their numbers, so that an op checks `rows`
+    as for the tensor itself.
 
     Args:
         tensor: [num_rows, ...].
         rows: of any shape. Numbers outside of the tensor are left to the op, which refuses them.
-        convert: row by row, to a contiguous tensor.
+        convert: row by row.
     """
     if tensor.dim() == 0 or rows.numel() >= len(tensor):
-        return convert(tensor)
+        return convert(tensor).contiguous()
     rows = rows.flatten().to(tensor.device, torch.int64).clamp(0, len(tensor) - 1)
     converted = convert(tensor[rows])
     memory = converted.new_empty(len(tensor), *converted.shape[1:])
@@ -276,7 +276,8 @@ def converted_rows(tensor: Tensor, rows: Tensor, convert: Callable[[Tensor], Ten
 def write_to_slots(
     memory: Tensor, slots: Tensor, values: Tensor, is_written: Tensor, page_size: int | None = None
 ) -> None:
-    """memory[slots] = values, where is_written. All shapes are known, so that a graph can record it.
+    """memory[slots] = values, where is_written. All shapes are known, so that a graph can record the call. On a GPU,
+    and in a graph, a call that writes nothing writes to slot 0 what slot 0 holds.
 
     Args:
         memory: [num_slots, ...], or with a page_size [num_pages, page_size, ...]; any dtype.

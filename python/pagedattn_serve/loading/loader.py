@@ -255,7 +255,8 @@ def read_config(directory: Path) -> Any:
     except Exception as error:  # of any type: from its checks, or from a field that it does not check
         raise ValueError(f"model: cannot read {file}: {' '.join(str(error).split())}") from None
     if config.model_type == "exaone" and architectures == ["LlamaForCausalLM"]:
-        config.architectures = ["ExaoneForCausalLM"]  # whose names of tensors transformers knows
+        # transformers saves EXAONE under LLaMA's name. The model of this name here looks for other tensors.
+        config.architectures = ["ExaoneForCausalLM"]
     return config
 
 

@@ -389,7 +389,7 @@ def config_of_causal_lm(config: Any) -> Any:
         raise Refusal(f"that takes transformers {FIRST_VERSION[0]}.{FIRST_VERSION[1]}")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     with_images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    # Of code that comes with a checkpoint; transformers has EXAONE as LLaMA, with other names of tensors.
+    # A published checkpoint may name the class of its own code. For EXAONE, transformers has LLaMA's class.
     own = type(config).__name__.removesuffix("Config") + "ForCausalLM"
     names = [own, *(each.__name__ for each in (model_class, with_images) if each is not None)]
     if model_class is None or config.architectures not in ([name] for name in names):

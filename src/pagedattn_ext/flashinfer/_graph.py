@@ -24,7 +24,7 @@ class GraphMemory:
                 raise refusal(function, name, "a tensor with use_cuda_graph", type(buffer).__name__)
             self._buffers[argument] = name, buffer
         self._kept: dict[str, Tensor] = {}
-        self._ends: dict[str, int] = {}  # of the first plan
+        self._ends: dict[str, int] = {}  # of the first plan, or of `limit`
         self.first: Plan | None = None
 
     def check_sizes(self, function: Callable[..., Any], values: Mapping[str, Tensor], may_be_shorter: str = "") -> None:
@@ -53,7 +53,8 @@ class GraphMemory:
         block_tables = self.keep("block_tables", block_tables, batch, num_pages)
         return query_starts, block_tables, self.keep("seq_lens", seq_lens, batch)
 
-    def make_room(self, argument: str, end: int) -> None:
+    def limit(self, argument: str, end: int) -> None:
+        """No plan may end behind `end`, in place of what the first plan would say."""
         self._ends[argument] = end
 
     def check_kind(self, plan: Plan) -> None:
@@ -71,7 +72,7 @@ class GraphMemory:
 
     def check_ends(self, function: Callable[..., Any], **starts: Tensor) -> None:
         """The first plan of a ragged batch says how many rows, and how many keys without pages, there may be, unless
-        `make_room` does."""
+        `limit` does."""
         for argument, start in starts.items():
             end = int(start[-1])
             if end > self._ends.get(argument, end):
@@ -79,8 +80,9 @@ class GraphMemory:
                 raise refusal(function, argument, most, end)
 
     def keep_ragged(self, batch: RaggedBatch, num_keys: int | None = None) -> RaggedBatch:
-        """The same, with room for the rows of the first plan and for num_keys keys, or those of the first plan. Two
-        sequences more have the rows that no other has, without keys, and the keys that no other has, without rows."""
+        """The same, with room for as many rows as a plan may have, and for num_keys keys, or those of the first plan.
+        Two sequences more have the rows that no other has, without keys, and the keys that no other has, without
+        rows."""
         num_rows = self._ends.setdefault("qo_indptr", batch.num_rows)
         if num_keys is None:
             num_keys = self._ends.setdefault("kv_indptr", batch.num_keys)

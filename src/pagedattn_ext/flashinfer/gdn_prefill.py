@@ -175,7 +175,7 @@ def _log_decay(
         for name, tensor in parameters.items():
             check_shape(function, name, tensor, shape[1:])
         biased = gate + to_fp32(function, "dt_bias", dt_bias)
-        return -to_fp32(function, "A_log", A_log).exp() * nn.functional.softplus(biased)
+        return (-to_fp32(function, "A_log", A_log).exp() * nn.functional.softplus(biased)).contiguous()
     return gate.contiguous() if gate_domain == "log" else gate.log().contiguous()
 
 

@@ -119,7 +119,9 @@ class BatchMLAPagedAttentionWrapper:
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         )
         if lists.has_offsets() and lists.has_tables():
-            raise refusal(function, "kv_indptr", "None beside tables", "lists of both forms")
+            raise refusal(function, "block_tables", "None beside offsets", "lists of both forms")
+        if metadata is None and not (lists.has_offsets() or lists.has_tables()):
+            raise refusal(function, "qo_indptr", "offsets, tables or metadata", None)
         if metadata is not None:
             if not isinstance(metadata, MLAPlanMetadata):
                 raise TypeError(f"{name}: metadata: expected an MLAPlanMetadata, got {type(metadata).__name__}")

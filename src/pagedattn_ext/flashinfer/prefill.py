@@ -58,7 +58,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 expected = "None without use_cuda_graph"
                 raise refusal(type(self).__init__, "max_total_num_rows", expected, max_total_num_rows)
             most = to_int(type(self).__init__.__qualname__, "max_total_num_rows", max_total_num_rows)
-            self._graph.make_room("qo_indptr", most)
+            if most < 0:
+                raise refusal(type(self).__init__, "max_total_num_rows", "0 or more", most)
+            self._graph.limit("qo_indptr", most)
 
     def plan(
         self,

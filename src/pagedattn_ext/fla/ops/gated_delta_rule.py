@@ -19,7 +19,7 @@ from pagedattn_ext._adapters import (
     states_before,
     to_fp32,
 )
-from pagedattn_ext.ops._call import check_rank, check_tensors
+from pagedattn_ext.ops._call import check_bool, check_rank, check_tensors
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 
@@ -100,9 +100,10 @@ def fused_recurrent_gated_delta_rule(
     transpose_state_layout: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `chunk_gated_delta_rule`. Without g nothing decays, without beta it is 1. gk and gv are refused."""
+    """As `chunk_gated_delta_rule`. Without g nothing decays, without beta it is 1. gk and gv are refused as well."""
     function = fused_recurrent_gated_delta_rule
-    expect_defaults(function, gk=gk, gv=gv)
+    refused = {"head_first": kwargs.get("head_first", False), "cp_context": kwargs.get("cp_context")}
+    expect_defaults(function, gk=gk, gv=gv, **refused)
     check_tensors(function.__qualname__, q=q, k=k, v=v)
     check_rank(function.__qualname__, "v", v, 4)
     gates = v.shape[:3]
@@ -137,6 +138,15 @@ def _run(
     state_v_first: bool,
 ) -> tuple[Tensor, Tensor | None]:
     name = function.__qualname__
+    for argument, flag in (
+        ("output_final_state", output_final_state),
+        ("use_qk_l2norm_in_kernel", use_qk_l2norm),
+        ("use_gate_in_kernel", use_gate),
+        ("use_beta_sigmoid_in_kernel", use_beta_sigmoid),
+        ("allow_neg_eigval", allow_neg_eigval),
+        ("state_v_first", state_v_first),
+    ):
+        check_bool(name, argument, flag)
     check_tensors(name, q=q, k=k, v=v, g=g, beta=beta)
     refuse_gradients(function, q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias)
     assert g is not None and beta is not None

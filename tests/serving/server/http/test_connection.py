@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pagedattn_serve.server.http import connection
+from pagedattn_serve.server.http import connection, run
 from pagedattn_serve.server.http.config import ServerConfig
 from pagedattn_serve.server.http.middleware import add_middleware
 from pagedattn_serve.server.http.run import Server
@@ -241,6 +241,7 @@ def test_no_file_is_free_for_a_connection(monkeypatch: pytest.MonkeyPatch, caplo
 
     monkeypatch.setattr(Listener, "accept", accept)
     monkeypatch.setattr(asyncio.constants, "ACCEPT_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(run, "WARNING_SECONDS", 3600.0)
 
     async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(REQUEST)

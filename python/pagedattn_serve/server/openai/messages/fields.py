@@ -25,8 +25,8 @@ NAMES = {
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
 }
-# Claude Code puts such a block before its system prompt, with a hash that differs from session to session. No prompt
-# behind it would find a cached prefix.
+# Claude Code puts such a line before its system prompt, with a hash that differs from session to session. No prompt
+# behind the line would find a cached prefix.
 BILLING = "x-anthropic-billing-header"
 # What a message may be `chat_messages` checks.
 InputMessage = Annotated[
@@ -101,6 +101,8 @@ class CountTokensRequest(Body):
     # without effect
     cache_control: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = Field(None, description="without effect: no message is left out")
+    speed: Literal["standard"] | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class MessageRequest(CountTokensRequest):
@@ -113,10 +115,8 @@ class MessageRequest(CountTokensRequest):
     # without effect
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    speed: Literal["standard"] | None = None
     inference_geo: str | None = None
     diagnostics: dict[str, Any] | None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
     thread: dict[str, Any] | None = Field(None, description="refused: no conversation is kept")
     # of vLLM's
     seed: int | None = None
@@ -204,7 +204,12 @@ def chat_messages(body: CountTokensRequest) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _texts_of_system(name: str, content: Any) -> list[dict[str, str]]:
-    return [part for part in _text_parts(name, content) if not part["text"].startswith(BILLING)]
+    """Those that say anything, without the line of BILLING."""
+    parts = _text_parts(name, content)
+    for part in parts:
+        if part["text"].startswith(BILLING):
+            part["text"] = part["text"].partition("\n")[2]
+    return [part for part in parts if part["text"]]
 
 
 def _of_user(name: str, content: Any) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ class NamespaceTool(Body):
 
     type: Literal["namespace"]
     name: FunctionName
-    description: str | None = Field(None, description="without effect")
+    description: str | None = Field(None, description="without effect: the model sees those of the functions")
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS)]
 
 

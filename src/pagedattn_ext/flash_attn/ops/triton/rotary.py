@@ -49,7 +49,7 @@ def apply_rotary(
     positions = _positions(x, seqlen_offsets, cu_seqlens)
     dtype = x.dtype if cos.dtype == x.dtype else torch.float32
     if cos.dtype != dtype or not (cos.is_contiguous() and sin.is_contiguous()):
-        in_dtype = partial(Tensor.to, dtype=dtype, memory_format=torch.contiguous_format)
+        in_dtype = partial(Tensor.to, dtype=dtype)
         cos, sin = (converted_rows(tensor, positions, in_dtype) for tensor in (cos, sin))
     if conjugate:
         sin = converted_rows(sin, positions, Tensor.neg)

@@ -69,10 +69,10 @@ def selective_state_update(
     if state.dtype == torch.float32 and packed_rows(state) is state:
         states = state
     elif slots is None:
-        states = _in_fp32(state)
+        states = state.float().contiguous()
     else:
         check_tensors(function.__qualname__, state_batch_indices=slots)
-        states = converted_rows(state, slots, _in_fp32)
+        states = converted_rows(state, slots, Tensor.float)
     if x.shape[2] != 1 and (A.stride()[1:] != (0, 0) or any(t.stride(-1) != 0 for t in of_channels)):
         # Each channel is a head of its own.
         x_rows, z_rows = x.flatten(1).unsqueeze(2), None if z is None else z.flatten(1).unsqueeze(2)
@@ -92,8 +92,3 @@ def selective_state_update(
         else:  # the other slots may be another thread's
             write_to_slots(state, slots, states[slots.clamp_min(0)], slots >= 0)
     return out.view(shape)
-
-
-def _in_fp32(states: Tensor) -> Tensor:
-    """Contiguous."""
-    return states.to(torch.float32, memory_format=torch.contiguous_format)
