@@ -50,7 +50,8 @@ SIGNATURES = {
     f"use_qk_l2norm_in_kernel=False {BETA} cu_seqlens_cpu=None chunk_indices=None cp_context=None "
     f"{GATE} transpose_state_layout=None head_first=False **kwargs",
     fused_recurrent_gated_delta_rule: "q k v g=None gk=None gv=None beta=None scale=None initial_state=None "
-    f"output_final_state=False use_qk_l2norm_in_kernel=False {GATE} {BETA} transpose_state_layout=None **kwargs",
+    f"output_final_state=False use_qk_l2norm_in_kernel=False {GATE} {BETA} transpose_state_layout=None "
+    "head_first=False cp_context=None **kwargs",
     selective_state_update: "state x dt A B C D=None z=None dt_bias=None dt_softplus=False state_batch_indices=None",
     mamba_chunk_scan_combined: "x dt A B C chunk_size D=None z=None dt_bias=None initial_states=None seq_idx=None "
     "cu_seqlens=None dt_softplus=False dt_limit=(0.0,inf) return_final_states=False return_varlen_states=False "
@@ -580,6 +581,7 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
     ),
     (chunk_gated_delta_rule, [*QKV, *GATES], {"initial_state": torch.zeros(2, 4, 8)}, "initial_state: expected shape"),
     (fused_recurrent_gated_delta_rule, QKV, {"gk": torch.zeros(1)}, "gk: expected None, got a tensor"),
+    (fused_recurrent_gated_delta_rule, QKV, {"head_first": True}, "head_first: expected False"),
     (fused_recurrent_gated_delta_rule, [QKV[0][:, :2], *QKV[1:]], {}, "q: expected shape"),
     (
         causal_conv1d_update,

@@ -98,12 +98,13 @@ def fused_recurrent_gated_delta_rule(
     cu_seqlens: Tensor | None = None,
     *,
     transpose_state_layout: bool | None = None,
+    head_first: bool = False,
+    cp_context: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As `chunk_gated_delta_rule`. Without g nothing decays, without beta it is 1. gk and gv are refused as well."""
     function = fused_recurrent_gated_delta_rule
-    refused = {"head_first": kwargs.get("head_first", False), "cp_context": kwargs.get("cp_context")}
-    expect_defaults(function, gk=gk, gv=gv, **refused)
+    expect_defaults(function, gk=gk, gv=gv, head_first=head_first, cp_context=cp_context)
     check_tensors(function.__qualname__, q=q, k=k, v=v)
     check_rank(function.__qualname__, "v", v, 4)
     gates = v.shape[:3]
