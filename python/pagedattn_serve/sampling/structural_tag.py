@@ -124,7 +124,7 @@ class _Compiler:
         self.lines = [f"TEXT: /{_ANY}/"]
         self.parts: list[Part] = []
         self._definitions = definitions
-        self._expressions: dict[int, str] = {}  # of definitions, by index
+        self._expressions: dict[int, str | None] = {}  # of definitions, by index; None while it is made
         self._added_tokens = added_tokens
         self._in_text = set(in_text)
         self._grammar_of = grammar_of
@@ -203,8 +203,12 @@ class _Compiler:
         if not 0 <= index < len(self._definitions):
             raise ValueError(f"{place}.index: expected that of a definition, got {index}")
         if index not in self._expressions:
+            self._expressions[index] = None
             self._expressions[index] = self.format(place, self._definitions[index])
-        return self._expressions[index]
+        expression = self._expressions[index]
+        if expression is None:
+            raise ValueError(f"{place}.index: expected that of a definition without itself in it, got {index}")
+        return expression
 
     # ---- parts of them -----------------------------------------------------------------------------------------------
 

@@ -155,7 +155,8 @@ def test_definitions(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFa
         ({"a": INTEGER}, "definitions: expected a list of formats, got dict"),
         ([INTEGER], r"format.elements\[1\].index: expected that of a definition, got 1"),
         ([{"type": "no"}], r"format.elements\[0\].content .after '<'.\.type: expected one of"),
-        ([one], "maximum recursion depth exceeded"),
+        ([one], r"format.elements\[0\].content .after '<'.\.index: expected that of a definition without itself in it"),
+        ([two, one], "expected that of a definition without itself in it, got 0"),
     ):
         with pytest.raises(ArgumentError, match=message):
             compiler.matcher(StructuredOutput(structural_tag={**whole, "definitions": definitions}))
