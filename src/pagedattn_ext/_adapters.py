@@ -254,6 +254,24 @@ def states_before(
     return states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
+def log_decay(function: Callable[..., Any], g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
+    """fp32, the logarithm of a gate's decay, of what the decay is made of: -exp(A_log) * softplus(g + dt_bias).
+
+    Args:
+        g: [..., num_heads].
+        A_log: [num_heads].
+        dt_bias: [num_heads]; None is zeros.
+    """
+    _call.check_tensors(function.__qualname__, A_log=A_log)
+    assert A_log is not None
+    dt_bias = torch.zeros_like(A_log) if dt_bias is None else dt_bias
+    for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
+        check_shape(function, name, tensor, g.shape[-1:])
+    named = {"g": g, "A_log": A_log, "dt_bias": dt_bias}
+    g, A_log, dt_bias = (to_fp32(function, name, tensor) for name, tensor in named.items())
+    return -A_log.exp() * torch.nn.functional.softplus(g + dt_bias)
+
+
 def converted_rows(tensor: Tensor, rows: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
     """convert(tensor), contiguous. If `rows` are fewer than the rows of the tensor, only these are converted, and the
     others hold anything. So a call costs what its rows cost. The rows keep their numbers, so that an op checks `rows`

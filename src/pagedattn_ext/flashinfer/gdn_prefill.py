@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from .._adapters import (
@@ -11,6 +11,7 @@ from .._adapters import (
     check_shape,
     expect_defaults,
     in_one_dtype,
+    log_decay,
     packed_rows,
     refuse_bools,
     refuse_gradients,
@@ -165,18 +166,12 @@ def _log_decay(
                 )
         if g is None:
             return torch.zeros(shape, device=device)
-    check_tensors(function.__qualname__, g=g)
-    assert g is not None
-    check_shape(function, "g", g, shape)
-    gate = to_fp32(function, "g", g)
+    gate = _gate("g", g, shape)
     if use_gate:
         check_tensors(function.__qualname__, **parameters)
-        assert A_log is not None and dt_bias is not None
-        for name, tensor in parameters.items():
-            check_shape(function, name, tensor, shape[1:])
-        biased = gate + to_fp32(function, "dt_bias", dt_bias)
-        return (-to_fp32(function, "A_log", A_log).exp() * nn.functional.softplus(biased)).contiguous()
-    return gate.contiguous() if gate_domain == "log" else gate.log().contiguous()
+        return log_decay(function, gate, A_log, dt_bias).contiguous()
+    decay = to_fp32(function, "g", gate)
+    return (decay if gate_domain == "log" else decay.log()).contiguous()
 
 
 def _rates(beta: Tensor | None, shape: tuple[int, int], device: torch.device, is_logit: bool) -> Tensor:
@@ -184,10 +179,16 @@ def _rates(beta: Tensor | None, shape: tuple[int, int], device: torch.device, is
     function = chunk_gated_delta_rule
     if beta is None and not is_logit:
         return torch.ones(shape, device=device)
-    check_tensors(function.__qualname__, beta=beta)
-    assert beta is not None
-    check_shape(function, "beta", beta, shape)
-    rates = to_fp32(function, "beta", beta)
+    gate = _gate("beta", beta, shape)
+    rates = to_fp32(function, "beta", gate)
     if is_logit:
-        rates = rates.sigmoid().to(beta.dtype).float()
+        rates = rates.sigmoid().to(gate.dtype).float()
     return rates.contiguous()
+
+
+def _gate(name: str, gate: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """A gate, which has to be there, and of this shape."""
+    check_tensors(chunk_gated_delta_rule.__qualname__, **{name: gate})
+    assert gate is not None
+    check_shape(chunk_gated_delta_rule, name, gate, shape)
+    return gate

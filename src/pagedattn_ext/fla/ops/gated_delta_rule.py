@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pagedattn_ext import ops
 from pagedattn_ext._adapters import (
@@ -13,6 +13,7 @@ from pagedattn_ext._adapters import (
     check_shape,
     expect_defaults,
     in_one_dtype,
+    log_decay,
     packed_rows,
     refuse_gradients,
     sequences_of_batch,
@@ -157,7 +158,7 @@ def _run(
     for argument, tensor in (("g", g), ("beta", beta)):
         check_shape(function, argument, tensor, v.shape[:3])
     if use_gate:
-        g = _decay(function, g, A_log, dt_bias)
+        g = log_decay(function, g, A_log, dt_bias)
     if allow_neg_eigval and not use_beta_sigmoid:
         raise ValueError(f"{name}: allow_neg_eigval: expected False without use_beta_sigmoid_in_kernel, got True")
     if use_beta_sigmoid:
@@ -180,18 +181,6 @@ def _run(
     if state_v_first:
         states = states.transpose(2, 3)
     return out.view(v.shape), states if output_final_state else None
-
-
-def _decay(function: Callable[..., Any], g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None) -> Tensor:
-    """fp32, the logarithm of the decay, of what it is made of."""
-    check_tensors(function.__qualname__, A_log=A_log)
-    assert A_log is not None
-    dt_bias = torch.zeros_like(A_log) if dt_bias is None else dt_bias
-    for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
-        check_shape(function, name, tensor, g.shape[2:])
-    named = {"g": g, "A_log": A_log, "dt_bias": dt_bias}
-    g, A_log, dt_bias = (to_fp32(function, name, tensor) for name, tensor in named.items())
-    return -A_log.exp() * nn.functional.softplus(g + dt_bias)
 
 
 def _is_v_first(function: Callable[..., Any], state_v_first: bool, older_name: bool | None) -> bool:
