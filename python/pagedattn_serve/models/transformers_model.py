@@ -105,16 +105,15 @@ def cache_shape(writer: int, shapes: dict[int, AttentionShape]) -> CacheShape:
 def tell_positions(model: PreTrainedModel, step: Step) -> None:
     """For layers that scale queries by their positions, which are Llama 4's layers without rotary embedding."""
 
-    def add_cache(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if step.inputs is None:
-            return args, kwargs
-        name = cache_argument(module.forward)
+    def add_cache(
+        name: str | None, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert name is not None
-        return args, {**kwargs, name: NumTokensBefore(step.inputs[2])}
+        return args, kwargs if step.inputs is None else {**kwargs, name: NumTokensBefore(step.inputs[2])}
 
     for module in model.modules():
         if getattr(module, "attn_temperature_tuning", False):
-            module.register_forward_pre_hook(add_cache, with_kwargs=True)
+            module.register_forward_pre_hook(partial(add_cache, cache_argument(module.forward)), with_kwargs=True)
 
 
 class TransformersCausalLM(CausalLM):
