@@ -201,6 +201,9 @@ def family_of(file: GgufFile) -> Callable[[GgufFile], dict[str, Any]]:
     if num_experts := file.get(f"{name}.expert_count", int, 0):
         expected = f"none in {file.path}, as models with experts are not read from such files"
         raise ArgumentError(f"{name}.expert_count", expected, num_experts)
+    if not file.get(f"{name}.attention.causal", bool, True):
+        expected = f"true in {file.path}, as each token has to see only those before it"
+        raise ArgumentError(f"{name}.attention.causal", expected, "false")
     return FAMILIES[name]
 
 

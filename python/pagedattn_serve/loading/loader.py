@@ -239,6 +239,8 @@ def read_config(directory: Path) -> Any:
     architectures = fields.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
         raise ArgumentError("architectures", f"a list of names in {file}", repr(architectures))
+    if fields.get("is_causal", True) is False:
+        raise ArgumentError("model", "one whose tokens see only those before them", f"is_causal false in {file}")
     for name in SIZES if NATIVE.keys() & architectures else ():
         size = fields.get(name)
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):

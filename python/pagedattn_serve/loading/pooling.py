@@ -32,16 +32,13 @@ def read_pooling(directory: Path) -> Pooling | ArgumentError:
     """What modules.json says, or the last layer of a reranker, or a GGUF file. Another model has its last token pooled
     and normalised.
 
-    Returns an error, for those who ask for embeddings, for modules or ways of pooling that are not here, and for a
-    model whose tokens see those after them. Raises ValueError for files that cannot be read.
+    Returns an error, for those who ask for embeddings, for modules or ways of pooling that are not here. Raises
+    ValueError for files that cannot be read.
     """
     try:
         if is_gguf(directory):
             return _pooling_of_gguf(GgufFile.open(directory))
         fields = config_fields(directory)
-        if fields.get("is_causal", True) is False:
-            expected, found = "one whose tokens see only those before them", "is_causal false in config.json"
-            raise ArgumentError("model", expected, found)
         if (fields.get("architectures") or [""])[0] in CLASSIFIERS:
             return _score_of(directory)
         if (directory / "modules.json").is_file():
@@ -53,9 +50,6 @@ def read_pooling(directory: Path) -> Pooling | ArgumentError:
 
 def _pooling_of_gguf(file: GgufFile) -> Pooling:
     name = file.architecture
-    if not file.get(f"{name}.attention.causal", bool, True):
-        expected = "one whose tokens see only those before them"
-        raise ArgumentError("model", expected, f"{name}.attention.causal false in {file.path}")
     kind = file.get(f"{name}.pooling_type", int, 0)
     if kind not in GGUF_MODES:
         expected = f"pooling by lasttoken (3) or mean (1) in {file.path}"

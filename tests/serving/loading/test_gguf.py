@@ -268,6 +268,7 @@ def test_files_that_are_not_there(file: Path) -> None:
         (dict(more={"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}), "blk.0.attn_sinks.weight has no place"),
         ({"llama.expert_count": 8}, "llama.expert_count: expected none in .*m.gguf.*, got 8"),
         ({"split.count": 3}, "split.count: expected one file"),
+        ({"llama.attention.causal": False}, "llama.attention.causal: expected true in .*m.gguf.*, got false"),
         ({"llama.block_count": None}, "llama.block_count: expected int in the metadata of .*m.gguf, got None"),
         ({"llama.block_count": "two"}, "llama.block_count: expected int in the metadata of .*m.gguf, got 'two'"),
         ({"llama.attention.head_count_kv": [1, 2]}, r"llama.attention.head_count_kv: expected int .*, got \[1, 2\]"),

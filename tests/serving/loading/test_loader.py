@@ -453,6 +453,7 @@ def test_a_head_that_is_not_the_embedding_although_the_config_ties_them(save: Sa
             "slow_but_exact: expected false with pretraining_tp 2, got true",
         ),
         ("llama-gqa", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config"),
+        ("llama-gqa", dict(is_causal=False), "model: expected one .*, got is_causal false in .*config.json"),
     ],
 )
 def test_unsupported_options(save: Save, model: str, fields: dict[str, Any], message: str) -> None:
