@@ -29,6 +29,7 @@ from pagedattn_serve.text.infilling import infilling_of
 T = TypeVar("T")
 
 LONG_TEXT = 4096  # characters: tokenizing more takes longer than waking a thread
+TOO_LONG = "context_length_exceeded"  # the code of an error
 
 TakeTokens = Callable[[list[int]], list[int]]
 
@@ -250,7 +251,7 @@ class Service:
         text = (
             f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {requested}."
         )
-        return ApiError(400, text, param=param, code="context_length_exceeded")
+        return ApiError(400, text, param=param, code=TOO_LONG)
 
     async def _with_tokenizer(self, size: int, work: Callable[[], T], param: str) -> T:
         """What `work` returns. Raises ApiError, which names the field, instead of its TypeError or ValueError. Long

@@ -357,6 +357,27 @@ def test_a_thought(tools: Any) -> None:
     assert respond(tools, input=again, **CALL)["output"]
 
 
+@pytest.mark.parametrize(("num_turns", "drops"), [(2, False), (8, True), (13, True)])
+def test_the_oldest_turns_give_way(client: Any, num_turns: int, drops: bool) -> None:
+    """As few as must be. A system message amid the first turn stays."""
+    rules = {"role": "developer", "content": "rules "}
+    texts = [f"{i} " + "word " * 5 for i in range(num_turns)]
+    turns = [[{"role": "user", "content": text}, {"role": "assistant", "content": "yes "}] for text in texts]
+    turns[0].insert(1, rules)
+
+    def asked(num_dropped: int) -> dict[str, Any]:
+        kept = [item for turn in turns[num_dropped:] for item in turn]
+        return {"input": [rules, *kept] if num_dropped > 0 else kept, **SHORT}
+
+    num_dropped = 0
+    while client.post(PATH, **asked(num_dropped)).status_code == 400:
+        num_dropped += 1
+    assert (num_dropped > 0) == drops
+    response, expected = respond(client, **asked(0), truncation="auto"), respond(client, **asked(num_dropped))
+    assert response["usage"]["input_tokens"] == expected["usage"]["input_tokens"]
+    assert text_of(response) == text_of(expected)
+
+
 def nested(**item: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": "a"}, item]}
 
@@ -372,7 +393,7 @@ def form_of(**fields: Any) -> dict[str, Any]:
         ({"input": "a", "background": True}, "background", "background: "),
         ({"input": "a", "background": 0}, "background", "background: "),
         ({"input": "a", "top_logprobs": False}, "top_logprobs", "top_logprobs: "),
-        ({"input": "a", "truncation": "auto"}, "truncation", "truncation: "),
+        ({"input": "a", "truncation": "last"}, "truncation", "truncation: "),
         ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "message.output_text.logprobs"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "conversation: "),
         ({"input": "a", "stream_options": {}}, "stream_options", "stream_options: "),
@@ -397,6 +418,7 @@ def form_of(**fields: Any) -> dict[str, Any]:
             "messages[99]",
         ),
         ({"input": "a", "max_output_tokens": 10**6}, "input", "maximum context length"),
+        ({"input": "a", "max_output_tokens": 10**6, "truncation": "auto"}, "input", "maximum context length"),
         (nested(type={}, role="user", content="a"), "input", "input[1].type: "),
         (nested(type="computer_call"), "input", "input[1].type: "),
         (nested(role="user", content=[{"type": "input_image"}]), "input", "input[1].content[0].type: "),

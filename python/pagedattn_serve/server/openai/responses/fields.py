@@ -101,7 +101,9 @@ class ResponseRequest(Body):
     reasoning: ReasoningOptions | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="whether the oldest turns are dropped from what is too long"
+    )
     background: bool | None = Field(None, description="true is refused")
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     # of OpenAI's, without effect

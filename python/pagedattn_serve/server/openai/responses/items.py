@@ -9,6 +9,7 @@ from pagedattn_serve.server.openai.responses.tools import FunctionId
 from pagedattn_serve.server.openai.translation import content_of
 
 Item = dict[str, Any]
+NamedMessage = tuple[str, dict[str, Any]]  # the name of the item that a message begins with; the message
 ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output")
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -34,13 +35,13 @@ def _listed(name: str, item: Item) -> Item:
     return item
 
 
-def chat_messages(items: Iterable[tuple[str, Item]]) -> list[tuple[str, dict[str, Any]]]:
+def chat_messages(items: Iterable[tuple[str, Item]]) -> list[NamedMessage]:
     """Messages for the chat template, each with the name of the item that it begins with. What an assistant thought,
     said and called in one turn is one message.
 
     items: with their names. Raises ValueError or TypeError, which name the item.
     """
-    messages: list[tuple[str, dict[str, Any]]] = []
+    messages: list[NamedMessage] = []
 
     def of_assistant(name: str, *before: str) -> dict[str, Any]:
         """The message of the turn that goes on, or a new one. before: fields that do not come before the item."""

@@ -89,7 +89,7 @@ def response_head(body: ResponseRequest, job: Job) -> Fields:
         "text": {"format": text, "verbosity": (body.text and body.text.verbosity) or "medium"},
         "tool_choice": tool_choice if isinstance(tool_choice, str) else _given(tool_choice),
         "tools": [_tool(tool) for tool in body.tools or [] if not isinstance(tool, WebSearchTool)],
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "metadata": body.metadata or {},
         "service_tier": "default",
         "user": body.user,

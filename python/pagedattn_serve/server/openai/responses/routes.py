@@ -6,18 +6,20 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Query, Request
 from starlette.responses import Response
 
+from pagedattn_serve.output_parsing.output_format import Turn
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse
 from pagedattn_serve.server.http.logs import current_request
 from pagedattn_serve.server.openai.answers import EVENT_STREAM
 from pagedattn_serve.server.openai.blocks import BlockAnswer, Fields
 from pagedattn_serve.server.openai.chat import chat_job
+from pagedattn_serve.server.openai.jobs import Job
 from pagedattn_serve.server.openai.responses.events import ResponseWriter
 from pagedattn_serve.server.openai.responses.fields import NAMES, ResponseRequest, as_chat
-from pagedattn_serve.server.openai.responses.items import Item, chat_messages, listed_items
+from pagedattn_serve.server.openai.responses.items import Item, NamedMessage, chat_messages, listed_items
 from pagedattn_serve.server.openai.responses.objects import DeletedResponse, ItemList, ResponseObject, response_head
 from pagedattn_serve.server.openai.responses.store import ResponseStore, StoredResponse
 from pagedattn_serve.server.openai.responses.tools import functions_of
-from pagedattn_serve.server.openai.service import Service, service_of
+from pagedattn_serve.server.openai.service import TOO_LONG, Service, service_of
 from pagedattn_serve.server.openai.translation import renamed_errors
 
 router = APIRouter()
@@ -54,9 +56,7 @@ async def create_response(
         messages = chat_messages(named)
     except (TypeError, ValueError) as error:
         raise ApiError(400, str(error), param="input") from None
-    names = ["instructions"] * (body.instructions is not None) + [name for name, _ in messages]
-    with renamed_errors(NAMES, names):
-        job, turn = await chat_job(as_chat(body, [message for _, message in messages]), service, "resp_")
+    job, turn = await (_latest_job if body.truncation == "auto" else _job)(body, messages, service)
     job = replace(job, form_field=job.form_field and NAMES.get(job.form_field, job.form_field))
 
     def keep(response: Fields) -> None:
@@ -114,6 +114,37 @@ async def list_input_items(
         "has_more": len(items) > limit,
     }
     return JSONResponse(response)
+
+
+async def _job(body: ResponseRequest, messages: list[NamedMessage], service: Service) -> tuple[Job, Turn | None]:
+    """As `chat_job`. Errors call messages by their names."""
+    names = ["instructions"] * (body.instructions is not None) + [name for name, _ in messages]
+    with renamed_errors(NAMES, names):
+        return await chat_job(as_chat(body, [message for _, message in messages]), service, "resp_")
+
+
+async def _latest_job(body: ResponseRequest, messages: list[NamedMessage], service: Service) -> tuple[Job, Turn | None]:
+    """As `_job`, of as many turns as fit, the latest, and of all system messages. A turn begins with a message of the
+    user. Raises ApiError if the last turn alone does not fit."""
+    starts = [i for i, (_, message) in enumerate(messages) if message["role"] == "user"]
+    starts[:1] = [0]
+
+    async def job_since(start: int) -> tuple[Job, Turn | None]:
+        system = [each for each in messages[:start] if each[1]["role"] in ("system", "developer")]
+        return await _job(body, [*system, *messages[start:]], service)
+
+    low, middle, high = 0, 0, len(starts) - 1  # all turns are tried first, as they mostly fit
+    found = None  # the job since starts[high]
+    while low < high:
+        try:
+            found = await job_since(starts[middle])
+            high = middle
+        except ApiError as error:
+            if error.code != TOO_LONG:
+                raise
+            low = middle + 1
+        middle = (low + high) // 2
+    return found or await job_since(starts[high])
 
 
 def _key_id() -> str:
