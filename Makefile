@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
   test-simt test-server test-clients test-agents test-ray test-adopters test-vllm test-transformers-hub \
   test-nano-vllm test-mini-sglang test-peers test-models sweep-models test-long \
   test-cuda test-arm64 wheel test-wheels hub gpu-report check-clang check-macos check-cuda check-cuda-sm80 sanitize \
-  sanitize-cpu sanitize-simt mutants bench paper lint format clean
+  sanitize-cpu sanitize-simt sanitize-threads mutants bench paper lint format clean
 help:
 	@echo "make build | native | demo | serve | test | test-quick | tests-of | test-clients | test-agents | test-ray |" \
 	  "test-adopters | test-peers | test-models | sweep-models | test-long | test-cuda | test-arm64 | wheel | test-wheels |" \
@@ -332,35 +332,48 @@ check-macos: .venv/dev .venv-macos/ready
 	$(BIN)/ninja -C build/macos -j $(JOBS) \
 	  $$($(BIN)/ninja -C build/macos -t targets all | sed -n 's|^\(CMakeFiles/.*\.o\): .*|\1|p')
 
-# The op tests, on the CPU and the simt device, on builds with AddressSanitizer and UndefinedBehaviorSanitizer; of the
-# instruction sets the best that this machine has (test-long: the lowest, too), of sweeps over sizes every seventh case,
-# of properties a few examples: under sanitizers a call takes ten times as long. SANITIZED_PART=2/3 is the second third.
-# Leaks are not looked for: Python and torch leave much behind. What compiles code or reads the binary is left out.
+# The op tests, on the CPU and the simt device, on builds with AddressSanitizer and UndefinedBehaviorSanitizer, and on
+# the CPU with ThreadSanitizer; of the instruction sets the best that this machine has (test-long: the lowest, too), of
+# sweeps over sizes every seventh case, of properties a few examples: under sanitizers a call takes ten times as long.
+# SANITIZED_PART=2/3 is the second third. Leaks are not looked for: Python and torch leave much behind. What compiles
+# code or reads the binary is left out.
 SANITIZED := build/sanitize
 SANITIZED_CAPABILITIES ?= native
 SANITIZED_PART ?= 1/1
 SWEEP_STEP ?= 7
 SANITIZED_PROFILE ?= few
 CXX ?= c++
-# Each device has a build of its own, so that one of them alone is compiled where one alone is asked for.
-sanitized_build = $(CMAKE_CONFIGURE) -B $(1) -DPAGEDATTN_SANITIZE=ON \
-  "-DPAGEDATTN_CPU_CAPABILITIES=$(SANITIZED_CAPABILITIES)" && $(CMAKE_BUILD) $(1) --parallel $(JOBS) --target $(2)
+# Each has a build of its own, so that one of them alone is compiled where one alone is asked for.
+sanitized_build = $(CMAKE_CONFIGURE) -B $(SANITIZED)/$(1) -DPAGEDATTN_SANITIZE=$(2) \
+  "-DPAGEDATTN_CPU_CAPABILITIES=$(SANITIZED_CAPABILITIES)" && \
+  $(CMAKE_BUILD) $(SANITIZED)/$(1) --parallel $(JOBS) --target $(3)
+sanitized_package = $(BIN)/cmake --install $(SANITIZED)/$(1) --prefix $(SANITIZED)/$(1)/package && cd src && \
+  find pagedattn_ext -name '*.py' -exec cp --parents -t $(CURDIR)/$(SANITIZED)/$(1)/package {} +
 # Without the thread of faulthandler, which pytest starts at each test: if it allocates as a test forks, the child
 # waits for ever for the sanitizer's allocator.
-SANITIZED_PYTEST = env HYPOTHESIS_PROFILE=$(SANITIZED_PROFILE) ASAN_OPTIONS=detect_leaks=0 \
-  LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-  $(PYTEST) -o faulthandler_timeout=0 --sweep-step $(SWEEP_STEP) --part $(SANITIZED_PART) tests/ops \
+sanitized_pytest = env HYPOTHESIS_PROFILE=$(SANITIZED_PROFILE) ASAN_OPTIONS=detect_leaks=0 \
+  TSAN_OPTIONS="ignore_noninstrumented_modules=1 log_path=$(SANITIZED)/race" \
+  LD_PRELOAD="$$($(CXX) -print-file-name=$(1)) $$($(CXX) -print-file-name=libstdc++.so)" \
+  $(2) $(PYTEST) -o faulthandler_timeout=0 --sweep-step $(SWEEP_STEP) --part $(SANITIZED_PART) tests/ops \
   --ignore=tests/ops/test_registration.py --ignore=tests/ops/test_isa.py
-sanitize: sanitize-simt sanitize-cpu
+sanitize: sanitize-simt sanitize-cpu sanitize-threads
 sanitize-cpu: build
-	$(call sanitized_build,$(SANITIZED)/cpu,all)
-	$(BIN)/cmake --install $(SANITIZED)/cpu --prefix $(SANITIZED)/package
-	cd src && find pagedattn_ext -name '*.py' -exec cp --parents -t $(CURDIR)/$(SANITIZED)/package {} +
-	PYTHONPATH=$(SANITIZED)/package $(SANITIZED_PYTEST) \
+	$(call sanitized_build,cpu,memory,all)
+	$(call sanitized_package,cpu)
+	PYTHONPATH=$(SANITIZED)/cpu/package $(call sanitized_pytest,libasan.so) \
 	  $(if $(findstring default,$(SANITIZED_CAPABILITIES)),--device cpu-default) --device cpu
 sanitize-simt: build
-	$(call sanitized_build,$(SANITIZED)/simt,simt)
-	PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/simt/libpagedattn_simt.so $(SANITIZED_PYTEST) --device simt
+	$(call sanitized_build,simt,memory,simt)
+	PAGEDATTN_SIMT_LIBRARY=$(SANITIZED)/simt/libpagedattn_simt.so $(call sanitized_pytest,libasan.so) --device simt
+# ThreadSanitizer wants memory where it always is (setarch), and no ranks that are forked. A race is reported in
+# build/sanitize/race.*, and the status at the end is 66.
+sanitize-threads: build
+	$(call sanitized_build,threads,threads,all)
+	$(call sanitized_package,threads)
+	rm -f $(SANITIZED)/race.*
+	PYTHONPATH=$(SANITIZED)/threads/package $(call sanitized_pytest,libtsan.so,setarch -R) \
+	  --ignore=tests/ops/test_collectives.py --device cpu --threads 4 || \
+	  { cat $(SANITIZED)/race.*; false; }
 
 bench: build
 	$(BIN)/python bench/attn.py --quick

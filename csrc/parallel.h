@@ -6,10 +6,16 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#ifdef __SANITIZE_THREAD__
+#include <thread>
+#include <vector>
+#endif
 
 #include "flushed_floats.h"
 
 namespace pagedattn {
+
+#ifndef __SANITIZE_THREAD__
 
 // Elements that are worth waking another thread for. With fewer, the wake-up costs more than the work, and on a busy
 // machine milliseconds.
@@ -17,6 +23,31 @@ inline constexpr int64_t PARALLEL_GRAIN = 32768;
 
 // Multiply-adds that are worth another thread, in work with many of them for each element.
 inline constexpr int64_t MULTIPLY_ADDS_PER_THREAD = 1 << 18;
+
+// Calls body(begin, end) over ranges of [0, size), each but the last of `grain` at least.
+template <typename Body>
+void parallel_for(int64_t size, int64_t grain, const Body& body) {
+  torch::stable::parallel_for(0, size, grain, body);
+}
+
+#else
+
+// The same for ThreadSanitizer. It does not see how the threads of torch's pool wait for each other, so these threads
+// begin and end here. Tests are small, so little work is worth a thread.
+inline constexpr int64_t PARALLEL_GRAIN = 32;
+inline constexpr int64_t MULTIPLY_ADDS_PER_THREAD = 64;
+
+template <typename Body>
+void parallel_for(int64_t size, int64_t grain, const Body& body) {
+  const int64_t num_threads = torch::stable::get_num_threads();
+  const int64_t length = std::max(grain, (size + num_threads - 1) / num_threads);
+  std::vector<std::jthread> threads;
+  for (int64_t begin = 0; begin < size; begin += length) {
+    threads.emplace_back([&body, begin, end = std::min(begin + length, size)] { body(begin, end); });
+  }
+}
+
+#endif
 
 // How many workers share so many multiply-adds: no more than there are items and threads, and one if there is little to
 // do.
@@ -31,7 +62,7 @@ void parallel_for_rows(int64_t num_rows, int64_t elements_per_row, const Body& b
   if (num_rows == 0 || elements_per_row == 0) return;
   const int64_t grain = std::max<int64_t>(1, PARALLEL_GRAIN / elements_per_row);
   if (num_rows <= grain) return body(0, num_rows);
-  torch::stable::parallel_for(0, num_rows, grain, body);
+  parallel_for(num_rows, grain, body);
 }
 
 // Calls body(item, worker) for every item of [0, num_items). A worker that is done with an item takes the next item, so
@@ -39,17 +70,18 @@ void parallel_for_rows(int64_t num_rows, int64_t elements_per_row, const Body& b
 // add much: subnormal numbers count as zeros in them.
 template <typename Body>
 void parallel_for_items(int64_t num_items, int64_t num_workers, const Body& body) {
-  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> next{0};  // orders nothing else: items share nothing, and threads meet at the end
   const auto work = [&](int64_t begin, int64_t end) {
     const FlushedFloats flushed;
     for (int64_t worker = begin; worker < end; ++worker) {
-      for (int64_t item = next++; item < num_items; item = next++) body(item, worker);
+      int64_t item;
+      while ((item = next.fetch_add(1, std::memory_order_relaxed)) < num_items) body(item, worker);
     }
   };
   if (num_workers <= 1) {
     work(0, 1);
   } else {
-    torch::stable::parallel_for(0, num_workers, 1, work);
+    parallel_for(num_workers, 1, work);
   }
 }
 

@@ -13,6 +13,8 @@ test runs on those that its mark `code_for(...)` names, and without the mark on 
 A case with the mark `long` runs with --long, in `make test-long`. A test with the mark `sweep` walks through a grid of
 sizes: --sweep-step 7 runs every seventh case, in `make sanitize`, where a call takes ten times as long.
 
+--threads 4: in `make sanitize-threads`, where little work is enough for several threads.
+
 pytest --part 3/8: every eighth of these tests, from the third on, for eight processes that share them. --after TEST: of
 them, those behind TEST, for a process that goes on where another one ended.
 """
@@ -55,12 +57,15 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.set_num_threads(item.config.getoption("threads"))
+
+
 @pytest.fixture
-def several_threads() -> Iterator[None]:
+def several_threads() -> None:
     """For a test whose tensors are large enough that the op splits its work."""
     torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +84,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--sweep-step", type=int, default=1, metavar="N", help="of a sweep's cases every N-th")
     parser.addoption("--part", type=part_of, default=(1, 1), metavar="I/N", help="one of N parts of the tests")
     parser.addoption("--after", metavar="TEST", help="of these tests, those behind TEST")
+    parser.addoption("--threads", type=int, default=1, metavar="N", help="of torch, in each test")
 
 
 def part_of(text: str) -> tuple[int, int]:

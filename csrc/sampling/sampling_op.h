@@ -105,7 +105,7 @@ void run_scratch_loop(const ScratchLoop<Params>& loop) {
   if (num_threads == 1) {
     work(0, 1);
   } else {
-    torch::stable::parallel_for(0, num_threads, 1, work);
+    parallel_for(num_threads, 1, work);
   }
 }
 

@@ -1,9 +1,8 @@
-"""The ops as torch sees them: schemas, opcheck, autograd, what importing needs, threads."""
+"""The ops as torch sees them: schemas, opcheck, autograd, what importing needs."""
 
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -119,7 +118,7 @@ def test_autograd_does_not_see_what_a_raw_op_writes_in_place():
     assert (leaf.grad == 2).all()
 
 
-# ---- what importing needs, threads ---------------------------------------------------------------------------------
+# ---- what importing needs --------------------------------------------------------------------------------------------
 
 
 def run_python(code: str, **environment: str) -> str:
@@ -171,37 +170,3 @@ def test_names_of_the_package():
     assert dir(pagedattn_ext) == sorted(pagedattn_ext.__all__)
     assert {"ops", "allocate_kv_cache", "__version__"} < set(dir(pagedattn_ext))
     assert pagedattn_ext.__version__ == pagedattn_ext.build_info()["version"]
-
-
-def test_python_threads():
-    """Calls from several Python threads at once give what they give one after the other."""
-    expected = {call: results(getattr(OPS, op_of(call)), make_arguments(call)) for call in CALLS}
-
-    def work(first: int) -> None:
-        for call in (CALLS[first:] + CALLS[:first]) * 10:
-            actual = results(getattr(OPS, op_of(call)), make_arguments(call))
-            for tensor, wanted in zip(actual, expected[call], strict=True):
-                assert_same_bits(tensor, wanted)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(work, range(0, 24, 6)))
-
-
-def test_python_threads_of_parallel_calls(several_threads):
-    """Calls that split their work among threads of their own."""
-    generator = torch.Generator().manual_seed(0)
-    input, weight = torch.randn(512, 1024, generator=generator), torch.randn(1024, generator=generator)
-    paged = make_arguments("paged_attention")
-    del paged["query_start_loc"], paged["max_seq_len"]
-    paged["query"] = torch.randn(4, 32, 16, generator=generator)
-    paged["block_tables"] = torch.randint(0, 6, (4, 128), generator=generator).int()
-    paged["seq_lens"] = torch.tensor([2048, 17, 1500, 2000], dtype=torch.int32)
-
-    def compute() -> list[torch.Tensor]:
-        return [ops.rms_norm(input, weight), ops.silu_and_mul(input), *ops.paged_attention(**paged)]
-
-    expected = compute()
-    with ThreadPoolExecutor(4) as pool:
-        for actual in pool.map(lambda _: compute(), range(24)):
-            for tensor, wanted in zip(actual, expected, strict=True):
-                assert_same_bits(tensor, wanted)
