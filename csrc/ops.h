@@ -152,7 +152,8 @@ void renorm_probs(Tensor& out, const Tensor& probs, const std::optional<Tensor>&
 void top_k_mask_logits(Tensor& out, const Tensor& logits, const Tensor& top_k);
 void sample_from_probs(Tensor& out, Tensor& valid, const Tensor& probs, const std::optional<Tensor>& indices,
                        const std::optional<Tensor>& top_k, const std::optional<Tensor>& top_p,
-                       const std::optional<Tensor>& min_p, const Tensor& seed, const Tensor& offset, bool top_k_first);
+                       const std::optional<Tensor>& min_p, const Tensor& seed, const Tensor& offset, bool top_k_first,
+                       const std::optional<Tensor>& subsequence);
 void chain_speculative_sampling(Tensor& out, Tensor& num_accepted, Tensor& num_emitted, const Tensor& draft_probs,
                                 const Tensor& draft_token_ids, const Tensor& target_probs, const Tensor& seed,
                                 const Tensor& offset);

@@ -98,7 +98,8 @@ void define_ops(StableLibrary& m) {
   m.def("top_k_mask_logits(Tensor(a!) out, Tensor logits, Tensor top_k) -> ()");
   m.def(
       "sample_from_probs(Tensor(a!) out, Tensor(b!) valid, Tensor probs, Tensor? indices, Tensor? top_k, "
-      "Tensor? top_p, Tensor? min_p, Tensor seed, Tensor offset, bool top_k_first=True) -> ()");
+      "Tensor? top_p, Tensor? min_p, Tensor seed, Tensor offset, bool top_k_first=True, Tensor? subsequence=None) "
+      "-> ()");
   m.def(
       "chain_speculative_sampling(Tensor(a!) out, Tensor(b!) num_accepted, Tensor(c!) num_emitted, "
       "Tensor draft_probs, Tensor draft_token_ids, Tensor target_probs, Tensor seed, Tensor offset) -> ()");

@@ -47,7 +47,7 @@ apply_token_bitmask(Tensor(a!) logits, Tensor bitmask, Tensor? indices=None) -> 
 softmax(Tensor(a!) out, Tensor logits, Tensor? temperature=None) -> ()
 renorm_probs(Tensor(a!) out, Tensor probs, Tensor? top_k=None, Tensor? top_p=None) -> ()
 top_k_mask_logits(Tensor(a!) out, Tensor logits, Tensor top_k) -> ()
-sample_from_probs(Tensor(a!) out, Tensor(b!) valid, Tensor probs, Tensor? indices, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seed, Tensor offset, bool top_k_first=True) -> ()
+sample_from_probs(Tensor(a!) out, Tensor(b!) valid, Tensor probs, Tensor? indices, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seed, Tensor offset, bool top_k_first=True, Tensor? subsequence=None) -> ()
 chain_speculative_sampling(Tensor(a!) out, Tensor(b!) num_accepted, Tensor(c!) num_emitted, Tensor draft_probs, Tensor draft_token_ids, Tensor target_probs, Tensor seed, Tensor offset) -> ()
 causal_conv1d(Tensor(a!) out, Tensor input, Tensor(b!) conv_states, Tensor weight, Tensor? bias=None, bool silu=False, *, Tensor? query_start_loc=None, Tensor? state_indices=None, Tensor? has_initial_state=None) -> ()
 gated_delta_rule(Tensor(a!) out, Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, Tensor(b!) states, float? scale=None, bool use_qk_l2norm=False, *, Tensor? query_start_loc=None, Tensor? state_indices=None, Tensor? has_initial_state=None) -> ()
@@ -279,6 +279,7 @@ def make_arguments(call: str, num_tokens: int = 3) -> dict:
             "min_p": torch.tensor([0.01]),
             "seed": torch.tensor([1]),
             "offset": torch.arange(n),
+            "subsequence": torch.arange(0, -n, -1),
         },
         "chain_speculative_sampling": {
             "out": torch.zeros(n, 3, dtype=torch.int32),

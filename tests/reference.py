@@ -455,9 +455,9 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return [a, b, c, d]
 
 
-def uniform_number(seed: int, offset: int, row: int) -> float:
+def uniform_number(seed: int, offset: int, subsequence: int) -> float:
     """In [0, 1): the first 52 bits."""
-    words = [word for number in (offset, row, seed) for word in (number % 2**32, number // 2**32 % 2**32)]
+    words = [word for number in (offset, subsequence, seed) for word in (number % 2**32, number // 2**32 % 2**32)]
     high, low, _, _ = philox(words[:4], words[4:])
     return ((high << 32 | low) >> 12) / 2**52
 

@@ -45,7 +45,8 @@ int32_t* check_counts(const Door& door, const char* argument, Tensor& tensor, in
 
 void sample_from_probs(Tensor& out, Tensor& valid, const Tensor& probs, const std::optional<Tensor>& indices,
                        const std::optional<Tensor>& top_k, const std::optional<Tensor>& top_p,
-                       const std::optional<Tensor>& min_p, const Tensor& seed, const Tensor& offset, bool top_k_first) {
+                       const std::optional<Tensor>& min_p, const Tensor& seed, const Tensor& offset, bool top_k_first,
+                       const std::optional<Tensor>& subsequence) {
   const Door door("sample_from_probs", probs);
   SampleFromProbsParams params{};
   params.dtype = check_rows_of_tokens(door, "probs", probs);
@@ -62,6 +63,9 @@ void sample_from_probs(Tensor& out, Tensor& valid, const Tensor& probs, const st
                     check_floats(door, "min_p", min_p, probs.size(0)), top_k_first};
   params.seeds = {check_seeds(door, "seed", seed, params.num_rows),
                   check_seeds(door, "offset", offset, params.num_rows)};
+  if (subsequence.has_value()) {
+    params.seeds.subsequence = check_seeds(door, "subsequence", *subsequence, params.num_rows);
+  }
   door.present("out", out);
   params.out_is_int64 = door.indices("out", out).are_int64;
   door.shape("out", out, {params.num_rows});

@@ -38,7 +38,8 @@ int64_t token_at(const Row<T>& row, const Kept& kept, double share) {
 }
 
 PAGEDATTN_INLINE double number_of(const Seeds& seeds, int64_t row, int64_t draw = 0) {
-  return uniform_number(seeds.seed[row], static_cast<uint64_t>(seeds.offset[row]) + draw, row);
+  const int64_t subsequence = seeds.subsequence.are_given ? seeds.subsequence[row] : row;
+  return uniform_number(seeds.seed[row], static_cast<uint64_t>(seeds.offset[row]) + draw, subsequence);
 }
 
 template <typename T>

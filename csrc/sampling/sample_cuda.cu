@@ -7,7 +7,8 @@ namespace pagedattn::cuda {
 namespace {
 
 __device__ inline double number_of(const Seeds& seeds, int64_t row, int64_t draw = 0) {
-  return uniform_number(seeds.seed[row], static_cast<uint64_t>(seeds.offset[row]) + draw, row);
+  const int64_t subsequence = seeds.subsequence.are_given ? seeds.subsequence[row] : row;
+  return uniform_number(seeds.seed[row], static_cast<uint64_t>(seeds.offset[row]) + draw, subsequence);
 }
 
 // The first of the tokens up to which weight(token) sums to more than `share` of the sum of all, share below 1. Some

@@ -27,6 +27,7 @@ struct Filters {
 struct Seeds {
   OfRows<const int64_t*> seed;
   OfRows<const int64_t*> offset;
+  OfRows<const int64_t*> subsequence{};  // not given: a row has its index
 };
 
 // Memory of a thread of the CPU for what it knows of a row, as 64-byte lines.

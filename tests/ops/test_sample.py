@@ -106,8 +106,9 @@ def test_sample_from_probs(device, dtype, filters):
             assert sample(probs, **filters).tolist() == expected, (vocab_size, spread)
 
 
-def test_numbers_of_rows(device):
-    """Filters belong to distributions, seeds and offsets to results."""
+@pytest.mark.parametrize("subsequences", [None, [0, 2**40, -1, 3, 3]])
+def test_numbers_of_rows(device, subsequences):
+    """Filters belong to distributions, seeds, offsets and subsequences to results."""
     probs = make_probs(3, 100, torch.float32, 2.0, device)
     top_k, top_p, min_p = [1, 50, 9], [0.2, 0.9, 1.0], [0.0, 0.5, 0.01]
     indices, seeds, offsets = [2, 2, 0, 1, 1], [4, 5, 6, 7, 8], [0, 1, 0, 1, 0]
@@ -119,10 +120,11 @@ def test_numbers_of_rows(device):
         min_p=torch.tensor(min_p, device=device),
         seed=torch.tensor(seeds, device=device),
         offset=torch.tensor(offsets, device=device),
+        subsequence=None if subsequences is None else torch.tensor(subsequences, device=device),
     )
     kept = [reference.kept_probs(probs[i].cpu(), top_k[i], top_p[i], min_p[i]) for i in range(3)]
     expected = [
-        reference.token_at(kept[row], reference.uniform_number(seeds[i], offsets[i], i))
+        reference.token_at(kept[row], reference.uniform_number(seeds[i], offsets[i], (subsequences or range(5))[i]))
         for i, row in enumerate(indices)
     ]
     assert tokens.tolist() == expected
@@ -183,15 +185,17 @@ def test_rows_that_are_no_distribution(device, filters):
     assert valid.tolist() == [True, False, False, False, False, False, True]
 
 
-def test_a_graph_reads_seed_and_offset():
+def test_a_graph_reads_seed_offset_and_subsequence():
     probs, seed, offset = make_probs(9, 300, torch.float32, 1.0, torch.device("cpu")), number(1), number(0)
+    subsequence = number(0)
     graph = CPUGraph()
     with torch.inference_mode(), graph.capture():
-        tokens, _ = ops.sample_from_probs(probs, seed=seed, offset=offset, top_p=0.9)
+        tokens, _ = ops.sample_from_probs(probs, seed=seed, offset=offset, subsequence=subsequence, top_p=0.9)
     for step in (0, 1):
         offset.fill_(step)
+        subsequence.fill_(2 * step)
         graph.replay()
-        assert_same_bits(tokens, sample(probs, seed=1, offset=step, top_p=0.9))
+        assert_same_bits(tokens, sample(probs, seed=1, offset=step, subsequence=2 * step, top_p=0.9))
 
 
 # ---- renorm_probs, top_k_mask_logits, softmax ------------------------------------------------------------------------
@@ -386,6 +390,8 @@ ERRORS: dict[str, list[tuple[str, type[Exception], Change]]] = {
         ("seed", TypeError, lambda a: {"seed": a["seed"].int()}),
         ("seed", ValueError, lambda a: {"seed": a["seed"].expand(2)}),
         ("offset", ValueError, lambda a: {"offset": torch.zeros(2, 1, dtype=torch.int64)}),
+        ("subsequence", TypeError, lambda a: {"subsequence": a["subsequence"].int()}),
+        ("subsequence", ValueError, lambda a: {"subsequence": a["subsequence"][:2]}),
         ("valid", TypeError, lambda a: {"valid": a["valid"].int()}),
         ("out", ValueError, lambda a: {"out": a["out"][:2]}),
     ],
@@ -419,6 +425,7 @@ def test_rejects(device, op, i):
         ({"top_p": 1.01}, ValueError, r"top_p: expected 0 to 1, got 1\.01"),
         ({"top_p": "1"}, TypeError, "top_p: expected a number or a tensor, got str"),
         ({"min_p": -0.5}, ValueError, "min_p: expected 0 to 1, got -0.5"),
+        ({"subsequence": 1.0}, TypeError, "subsequence: expected an int, got float"),
         ({"seed": 2**64}, ValueError, "seed: expected an int of 64 bits, got 18446744073709551616"),
         ({"top_k_first": None}, TypeError, "top_k_first: expected a bool, got NoneType"),
     ],

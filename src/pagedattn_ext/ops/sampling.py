@@ -107,13 +107,14 @@ def sample_from_probs(
     top_p: Tensor | float | None = None,
     min_p: Tensor | float | None = None,
     top_k_first: bool = True,
+    subsequence: Tensor | int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A token of each row, drawn with its probability among the tokens that top_k, top_p and min_p keep.
 
-    Result i depends on its distribution, its filters, seed, offset and i, and on nothing else: neither on other rows
-    nor on the number of threads. Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)
-    makes of seed, offset and i the number whose place in the cumulative sum is the token. So each call needs another
-    seed or another offset. Rows need not sum to 1, but for top_p.
+    Result i depends on its distribution, its filters, seed, offset and subsequence, and on nothing else: neither on
+    other rows nor on the number of threads. Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+    3", 2011) makes of seed, offset and subsequence the number whose place in the cumulative sum is the token. So each
+    call needs another seed or another offset. Rows need not sum to 1, but for top_p.
 
     Args:
         probs: [num_distributions, vocab_size], any stride in dimension 0.
@@ -124,6 +125,7 @@ def sample_from_probs(
         min_p: from 0 to 1, or fp32 [num_distributions] or [1]: tokens are kept whose probability is min_p times the
             greatest or more (Nguyen et al., "Turning up the heat: min-p sampling", 2024).
         top_k_first: whether top_p is of what top_k keeps, divided by its sum, or of the whole distribution.
+        subsequence: as seed; by default i. With numbers of its own, a row draws the same token at any place in a batch.
 
     Returns:
         tokens: [num_rows], of the dtype of indices; int32 without.
@@ -153,6 +155,7 @@ def sample_from_probs(
         _seeds(op, "seed", seed, device),
         _seeds(op, "offset", offset, device),
         top_k_first,
+        _seeds(op, "subsequence", subsequence, device),
     )
     return tokens, valid
 
@@ -222,7 +225,7 @@ def _ints(op: str, name: str, value: Tensor | int | None, device: torch.device) 
     return torch.full((1,), number, dtype=torch.int64, device=device)
 
 
-def _seeds(op: str, name: str, value: Tensor | int, device: torch.device) -> Tensor | None:
+def _seeds(op: str, name: str, value: Tensor | int | None, device: torch.device) -> Tensor | None:
     """The same for integers of 64 bits with a sign or without: the bits count."""
     is_unsigned = isinstance(value, int) and 2**63 <= value < 2**64
     return _ints(op, name, value - 2**64 if is_unsigned else value, device)
