@@ -297,6 +297,19 @@ def test_convert_fp8(kv_dtype: str, as_bytes: bool) -> None:
             vllm_ops.convert_fp8(torch.empty(3, 3, dtype=other), stored, 0.5, kv_dtype)
 
 
+def test_convert_fp8_of_blocks() -> None:
+    """Of a key cache into one whose parts of a head are smaller, block by block, as vLLM's tests read it."""
+    stored = torch.randint(0, 0x40, (3, 2, 4, 8, 16), dtype=torch.uint8)
+    back = torch.empty(3, 2, 16, 8, 4)
+    vllm_ops.convert_fp8(back, stored)
+    assert torch.equal(back.flatten(1), stored.view(torch.float8_e4m3fn).float().flatten(1))
+    expected = r"^convert_fp8: output: expected shape \[3, 2, 4, 8, 16\], as input, or contiguous blocks of as many"
+    strided = torch.empty(3, 2, 8, 16, 4).transpose(2, 3)
+    for output in (torch.empty(2, 3, 4, 8, 16), strided, torch.empty(3, 2, 8, 8, 4)):
+        with pytest.raises(ValueError, match=expected):
+            vllm_ops.convert_fp8(output, stored)
+
+
 def test_merge_attn_states() -> None:
     """lse is [num_heads, num_tokens] in vLLM."""
     prefix, suffix = torch.randn(2, 4, HEADS, HEAD_SIZE)
@@ -563,7 +576,9 @@ def test_refused() -> None:
         vllm_ops.paged_attention_v1(out, batch.query, *batch.caches, *arguments, "auto", 1.0, False)
     with pytest.raises(TypeError, match=r"^convert_fp8: scale: expected a number, got True$"):
         vllm_ops.convert_fp8(out.byte(), out, True)
-    with pytest.raises(ValueError, match=r"^convert_fp8: output: expected shape \[3, 6, 16\], as input, got \[1, 3, 6"):
+    with pytest.raises(
+        ValueError, match=r"^convert_fp8: output: expected shape \[3, 6, 16\], as input, .*, got \[1, 3, 6"
+    ):
         vllm_ops.convert_fp8(out[None].byte(), out)
     lse = torch.zeros(HEADS, NUM_SEQS)
     with pytest.raises(ValueError, match=r"^merge_attn_states: suffix_lse: expected shape \[6, 3\], got \[3, 6\]$"):

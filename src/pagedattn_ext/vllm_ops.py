@@ -342,7 +342,8 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     """output = input / scale as fp8, rounded to nearest and saturating; or, of fp8 input, output = input * scale.
 
     fp8 tensors have a dtype of their own, or are uint8, of which kv_dtype says what they hold: "auto", "fp8" and
-    "fp8_e4m3", or "fp8_e5m2".
+    "fp8_e4m3", or "fp8_e5m2". The shapes are equal, or both are contiguous with blocks of as many elements, as are
+    caches whose parts of a head differ in size.
     """
     fp8_of = dict.fromkeys(("auto", "fp8", "fp8_e4m3"), torch.float8_e4m3fn) | {"fp8_e5m2": torch.float8_e5m2}
     if not isinstance(kv_dtype, str) or kv_dtype not in fp8_of:
@@ -350,8 +351,11 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     check_scales(convert_fp8, scale=scale)
     check_tensors("convert_fp8", output=output, input=input)
     if output.shape != input.shape:
-        expected = f"shape {list(input.shape)}, as input"
-        raise ValueError(f"convert_fp8: output: expected {expected}, got {list(output.shape)}")
+        are_blocks = output.is_contiguous() and input.is_contiguous() and output.shape[:1] == input.shape[:1]
+        if not are_blocks or output.numel() != input.numel():
+            expected = f"shape {list(input.shape)}, as input, or contiguous blocks of as many elements"
+            raise ValueError(f"convert_fp8: output: expected {expected}, got {list(output.shape)}")
+        input = input.view(output.shape)
 
     def as_fp8(tensor: Tensor) -> Tensor:
         return tensor.view(fp8_of[kv_dtype]) if tensor.dtype == torch.uint8 else tensor
