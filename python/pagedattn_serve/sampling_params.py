@@ -46,8 +46,10 @@ class SamplingParams:
     their sum are of the logits before all changes.
 
     temperature: divides the logits; 0 is greedy; at most 1e9, where all tokens are equally likely.
-    top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; in (0, 1].
-    top_k: keep the k most likely tokens; -1 or 0 keeps all.
+    top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this, and all that are as
+        likely as the last; in (0, 1].
+    top_k: keep the k most likely tokens, and all that are as likely as the k-th; 1 keeps the first of the most likely.
+        -1 or 0 keeps all.
     seed: seed of a random generator for this request; None uses the engine's generator.
     max_tokens: most tokens to generate; None leaves it to the model's length.
     stop: a text or several texts that end the output; kept as a tuple of non-empty strings. They may name special

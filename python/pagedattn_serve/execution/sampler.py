@@ -1,9 +1,8 @@
 """From logits to token ids, for a whole batch at once.
 
-A row costs only what it asks for: random numbers if a token is drawn, a search for the most likely tokens if
-top_k or top_p leaves some out, ranks if logprobs are reported. logits_processors.py changes logits before that. No bit
-of a row's result depends on another row. The host waits for the device at the end; before the end only if top_k or
-top_p may keep more than _NUM_CANDIDATES tokens.
+A row costs only what it asks for: probabilities if a token is drawn, the logprobs of all tokens if some are reported or
+the row's logits change. logits_processors.py changes logits before that. No bit of a row's result depends on another
+row. The host waits for the device once, at the end.
 """
 
 import math
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pagedattn_ext import ops
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.logits_processors import TokenMasks, process_logits
 from pagedattn_serve.outputs import Logprob
@@ -19,13 +19,8 @@ from pagedattn_serve.sampling.pooling import Pooled
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import MAX_LOGPROBS, SamplingParams
 
-_GOLDEN_RATIO = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: spreads neighbouring seeds
-_STEP_OF_INDEX = 0xD1B54A32D192ED03  # another odd number: spreads the sequences of a request
 _SMALLEST = torch.finfo(torch.float32).tiny
-# How many of the most likely tokens top_k and top_p look at first. Finding these among 32,000 tokens takes a fifteenth
-# of the time of sorting, and for a trained model top_p seldom needs more.
-_NUM_CANDIDATES = 256
-_CACHED_BYTES = 2**20  # of log-softmax at a time on a CPU, so that it stays in the cache
+_CACHED_BYTES = 2**20  # of softmax at a time on a thread of a CPU, so that it stays in the cache
 _PROMPT_BYTES = 4 * 2**20  # of log-softmax of a prompt at a time
 
 
@@ -59,8 +54,7 @@ class Sampler:
     """Draws tokens. Requests with a seed of their own get the same tokens whatever else is in the batch."""
 
     def __init__(self, seed: int, device: torch.device | str = "cpu") -> None:
-        self._generator = torch.Generator(device).manual_seed(seed)
-        self._request_generator = torch.Generator(device)
+        self._generator = torch.Generator().manual_seed(seed)
         self._device = device
         self._token_masks: TokenMasks | None = None  # made for the first row of structured output
 
@@ -72,19 +66,16 @@ class Sampler:
         output = SamplerOutput(top_logprobs=[None] * len(rows), candidates=[None] * len(rows))
         searching, changed, structured, reporting = [], [], [], []
         for i, row in enumerate(rows):
-            params = row.sampling_params
             if row.num_candidates:
                 searching.append(i)
-                continue
-            if _changes(row):
-                changed.append(i)
-            if row.matcher is not None:
-                structured.append(i)
-            if params.logprobs is not None:
-                reporting.append(i)
-        logprobs = None  # of all tokens, before anything is changed
-        if searching or changed or structured or reporting:
-            logprobs = logits.log_softmax(dim=-1)
+            else:
+                if _changes(row):
+                    changed.append(i)
+                if row.matcher is not None:
+                    structured.append(i)
+                if row.sampling_params.logprobs is not None:
+                    reporting.append(i)
+        unchanged = _LogprobsOfRows(logits, sorted({*searching, *changed, *structured, *reporting}))
         if changed:
             output.errors = process_logits(logits, rows, changed)
         if structured:
@@ -92,15 +83,14 @@ class Sampler:
                 self._token_masks = TokenMasks(self._device)
             output.errors |= self._token_masks.apply(logits, rows, structured)
         token_ids = self._choose(logits, rows)[:, None]
-        chosen = _logprobs_of(logits, token_ids) if logprobs is None else logprobs.gather(1, token_ids)
+        chosen = unchanged.of_tokens(token_ids, logits)
         columns = [token_ids.int(), chosen.view(torch.int32)]
         if changed or structured:
             columns.append((logits.gather(1, token_ids) > -torch.inf).int())
         if reporting:
-            assert logprobs is not None
             indices = _to_device(reporting, torch.int64, logits.device)
             counts = [rows[i].sampling_params.logprobs or 0 for i in reporting]
-            ranked = _rank(logprobs.index_select(0, indices), token_ids.index_select(0, indices), max(counts))
+            ranked = _rank(unchanged.of(reporting), token_ids.index_select(0, indices), max(counts))
         # All of the work is under way before the first wait. Ids and logprobs come as one tensor.
         host = torch.cat(columns, dim=1).cpu()
         output.token_ids, output.logprobs = host[:, 0].tolist(), host[:, 1].view(torch.float32).tolist()
@@ -114,8 +104,7 @@ class Sampler:
                     no_token = ArgumentError("sampling_params", "a token to choose", f"{causes} that leave none")
                     output.errors.setdefault(i, no_token)
         if searching:
-            assert logprobs is not None
-            _find_candidates(logprobs, rows, searching, output)
+            _find_candidates(unchanged, rows, searching, output)
         for i in output.errors:
             output.logprobs[i] = math.nan
         return output
@@ -133,7 +122,7 @@ class Sampler:
 
     def _choose(self, logits: Tensor, rows: list[SamplingState]) -> Tensor:
         """A token id a row: int64 [num_rows]."""
-        random = [i for i, row in enumerate(rows) if row.sampling_params.temperature]
+        random = [i for i, row in enumerate(rows) if _draws(row.sampling_params)]
         if random and len(random) == len(rows):
             return self._draw(logits, rows)
         token_ids = _argmax(logits)
@@ -143,35 +132,92 @@ class Sampler:
         return token_ids
 
     def _draw(self, logits: Tensor, rows: list[SamplingState]) -> Tensor:
-        """As `_choose`, for rows of which none is greedy."""
-        params = [row.sampling_params for row in rows]
-        temperatures = _to_device([max(p.temperature, _SMALLEST) for p in params], torch.float32, logits.device)
-        # Relative to the largest logit, which becomes 0 and stays 0 however small the temperature is.
-        relative = logits - logits.amax(dim=-1, keepdim=True)
+        """As `_choose`, for rows of which each draws its token."""
+        params, (num_rows, vocab_size), device = [row.sampling_params for row in rows], logits.shape, logits.device
         if processed := [i for i, each in enumerate(params) if each.logits_processors]:
-            # A logit of infinity leaves only the tokens that have it. Here they are NaN.
-            indices = _to_device(processed, torch.int64, logits.device)
-            known = relative.index_select(0, indices).nan_to_num_(nan=0.0, neginf=-math.inf)
-            relative.index_copy_(0, indices, known)
-        probabilities = restrict(relative.div_(temperatures[:, None]), params).softmax(dim=-1)
-        # argmax(p / e) with e ~ Exp(1) draws a token with probability p (the exponential race).
-        return _argmax(probabilities.div_(self._exponential_noise(rows, logits)))
+            logits = _without_infinity(logits, _to_device(processed, torch.int64, device))
+        temperature = _to_device([max(each.temperature, _SMALLEST) for each in params], torch.float32, device)
+        seed, offset, subsequence = _to_device(self._numbers(rows), torch.int64, device)
+        least = top_k = top_p = None
+        if any(each.min_p > 0 for each in params):
+            log_min_p = [math.log(each.min_p) if each.min_p > 0 else -math.inf for each in params]
+            least = _to_device(log_min_p, torch.float32, device) * temperature
+        if any(0 < each.top_k < vocab_size for each in params):
+            counts = [each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params]
+            top_k = _to_device(counts, torch.int64, device)
+        if any(each.top_p < 1 for each in params):
+            top_p = _to_device([each.top_p for each in params], torch.float32, device)
+        most = num_rows
+        if device.type == "cpu":
+            most = max(_CACHED_BYTES // (4 * vocab_size), 1) * torch.get_num_threads()
+        drawn = []
+        for begin in range(0, num_rows, most):
+            part = slice(begin, begin + most)
+            likely = logits[part] if least is None else _without_unlikely(logits[part], least[part])
+            tokens, _ = ops.sample_from_probs(
+                ops.softmax(likely, temperature=temperature[part]),
+                top_k=None if top_k is None else top_k[part],
+                top_p=None if top_p is None else top_p[part],
+                seed=seed[part],
+                offset=offset[part],
+                subsequence=subsequence[part],
+            )
+            drawn.append(tokens)
+        return torch.cat(drawn).long()
 
-    def _exponential_noise(self, rows: list[SamplingState], logits: Tensor) -> Tensor:
-        """fp32 [num_rows, vocab_size], positive and finite, in a fifth of the time of Tensor.exponential_ on a CPU."""
-        bits = torch.empty_like(logits, dtype=torch.int32)
-        if any(row.sampling_params.seed is None for row in rows):
-            bits.random_(generator=self._generator)
+    def _numbers(self, rows: list[SamplingState]) -> list[list[int]]:
+        """The seed, the offset and the subsequence of each row's random number. A number is made afresh for each token:
+        there is nothing to keep, so nothing that a preemption could lose."""
+        seeds = torch.empty(len(rows), dtype=torch.int64, device="cpu").random_(generator=self._generator).tolist()
         for i, row in enumerate(rows):
-            if row.sampling_params.seed is not None:
-                # Seeded afresh for each token: nothing to keep, so nothing that a preemption could lose.
-                place = row.index * _STEP_OF_INDEX + len(row.output_token_ids)
-                mixed = (row.sampling_params.seed * _GOLDEN_RATIO + place) % 2**64
-                seed = mixed ^ (mixed >> 32)  # the generator looks at the low half
-                bits[i].random_(generator=self._request_generator.manual_seed(seed))
-        # u = (bits + 1/2) / 2^31 in float32. Its steps are finest near 0, and the smallest noise wins. The last factor
-        # keeps u below 1 if the sum rounds up to 2^31. An e of 0 or infinity could draw a token of probability 0.
-        return bits.float().add_(0.5).mul_(-(2**-31) * (1 - 2**-24)).log1p_().neg_()
+            if (seed := row.sampling_params.seed) is not None:
+                seeds[i] = (seed + 2**63) % 2**64 - 2**63  # the same bits, with a sign
+        return [seeds, [len(row.output_token_ids) for row in rows], [row.index for row in rows]]
+
+
+class _LogprobsOfRows:
+    """The log-softmax of all tokens in some rows of logits, fp32 [num_all_rows, vocab_size], as they are by now."""
+
+    def __init__(self, logits: Tensor, rows: list[int]) -> None:
+        self._places = {row: place for place, row in enumerate(rows)}
+        if rows:
+            self._indices = _to_device(rows, torch.int64, logits.device)
+            own = logits if len(rows) == len(logits) else logits.index_select(0, self._indices)
+            self._logprobs = own.log_softmax(dim=-1)
+
+    def of(self, rows: list[int]) -> Tensor:
+        """fp32 [len(rows), vocab_size]."""
+        places = _to_device([self._places[row] for row in rows], torch.int64, self._logprobs.device)
+        return self._logprobs.index_select(0, places)
+
+    def of_tokens(self, token_ids: Tensor, logits: Tensor) -> Tensor:
+        """The log-softmax of one token in every row, fp32 [num_all_rows, 1]. token_ids: int64 [num_all_rows, 1].
+        logits: in other rows, these are what counts."""
+        if not self._places:
+            return _logprobs_of(logits, token_ids)
+        own = self._logprobs.gather(1, token_ids.index_select(0, self._indices))
+        if len(own) == len(logits):
+            return own
+        return _logprobs_of(logits, token_ids).index_copy_(0, self._indices, own)
+
+
+def _draws(params: SamplingParams) -> bool:
+    return params.temperature > 0 and params.top_k != 1
+
+
+def _without_infinity(logits: Tensor, indices: Tensor) -> Tensor:
+    """Logits whose rows `indices` are relative to their largest. Where this is infinity, only the tokens that have it
+    are left."""
+    rows = logits.index_select(0, indices)
+    relative = rows.sub_(rows.amax(dim=-1, keepdim=True)).nan_to_num_(nan=0.0, neginf=-math.inf)
+    return logits.index_copy(0, indices, relative)
+
+
+def _without_unlikely(logits: Tensor, least: Tensor) -> Tensor:
+    """Logits with -inf for those that are less by `least` [num_rows] than the largest of their row: for the tokens that
+    min_p leaves out. They go before top_k and top_p, as in vLLM, and top_p is a share of what is left."""
+    relative = logits - logits.amax(dim=-1, keepdim=True)
+    return logits.masked_fill(relative < least[:, None], -torch.inf)
 
 
 def _argmax(values: Tensor) -> Tensor:
@@ -195,61 +241,14 @@ def _logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     return chosen
 
 
-def restrict(logits: Tensor, params: list[SamplingParams]) -> Tensor:
-    """Logits [num_rows, vocab_size] with -inf for the tokens that min_p, then top_k, then top_p leave out.
-
-    The order is vLLM's. Each of the three sees the probabilities of the tokens that are left. Of equally likely tokens
-    at a limit, the lower ids stay.
-    """
-    vocab_size, device = logits.shape[1], logits.device
-    if any(p.min_p > 0 for p in params):
-        log_min_p = _to_device([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in params], torch.float32, device)
-        logits = logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + log_min_p[:, None], -torch.inf)
-    limited = [i for i, p in enumerate(params) if 0 < p.top_k < vocab_size or p.top_p < 1]
-    if not limited:
-        return logits
-    counts = [params[i].top_k if 0 < params[i].top_k < vocab_size else vocab_size for i in limited]
-    shares = [params[i].top_p if params[i].top_p < 1 else math.inf for i in limited]  # inf: no sum reaches it
-    indices = _to_device(limited, torch.int64, device)
-    rows = logits.index_select(0, indices)
-    top_k, top_p = _to_device(counts, torch.int64, device), _to_device(shares, torch.float32, device)
-    kept = _keep_top(rows, top_k, top_p, min(max(counts), _NUM_CANDIDATES), max(counts))
-    return logits.index_copy(0, indices, kept)
-
-
-def _keep_top(logits: Tensor, top_k: Tensor, top_p: Tensor, num_candidates: int, most: int) -> Tensor:
-    """Logits [num_rows, vocab_size] with -inf for what top_k and top_p leave out, tried on the likeliest tokens first.
-
-    top_k, top_p: [num_rows]; vocab_size and inf for no limit. most: the largest of top_k.
-    """
-    candidates, token_ids = logits.topk(num_candidates)
-    cumulative = logits.softmax(dim=-1, dtype=torch.float32).gather(1, token_ids).cumsum(dim=-1)
-    # top_p is a share of what top_k leaves.
-    of_top_k = cumulative.gather(1, top_k.clamp(max=num_candidates)[:, None] - 1)[:, 0]
-    threshold = top_p * torch.where(top_k <= num_candidates, of_top_k, 1.0)
-    # A token stays if the more likely tokens do not reach the threshold. The most likely token always stays.
-    num_kept = (cumulative < threshold[:, None]).sum(dim=-1).add_(1).minimum(top_k).clamp_(max=num_candidates)[:, None]
-    # Compare the whole row with the last token that stays, so that ties do not depend on the order of topk.
-    last = candidates.gather(1, num_kept - 1)
-    num_tied = num_kept - (candidates > last).sum(dim=-1, keepdim=True)
-    tied = logits == last
-    keep = (logits > last) | (tied & (tied.cumsum(dim=-1, dtype=torch.int32) <= num_tied))
-    kept = torch.where(keep, logits, -torch.inf)
-    if num_candidates < most:
-        enough = (top_k <= num_candidates) | ((top_k == logits.shape[1]) & (cumulative[:, -1] >= threshold))
-        rest = enough.logical_not().nonzero()[:, 0]  # waits for the device
-        if len(rest) > 0:
-            more = min(16 * num_candidates, most)
-            kept[rest] = _keep_top(logits[rest], top_k[rest], top_p[rest], more, most)
-    return kept
-
-
-def _find_candidates(logprobs: Tensor, rows: list[SamplingState], searching: list[int], output: SamplerOutput) -> None:
+def _find_candidates(
+    logprobs: "_LogprobsOfRows", rows: list[SamplingState], searching: list[int], output: SamplerOutput
+) -> None:
     """Fill in `candidates`, `errors` and `top_logprobs` of the rows in `searching`."""
     for count in sorted({rows[i].num_candidates for i in searching}):  # topk breaks ties by the count
         indices = [i for i in searching if rows[i].num_candidates == count]
         some = [rows[i] for i in indices]
-        own = logprobs.index_select(0, _to_device(indices, torch.int64, logprobs.device))
+        own = logprobs.of(indices)
         scores = own
         if changed := _changed(some):
             scores = own.clone()

@@ -256,15 +256,20 @@ def test_prompt_logprobs_are_the_caller_s_own_and_have_texts(engine: LLMEngine) 
 # --- several sequences ---
 
 
+PREEMPTING = SMALL | dict(max_num_seqs=6)
+
+
 @pytest.mark.parametrize(
-    "options", [dict(), SMALL, SMALL | dict(preemption_mode="swap")], ids=["large", "small", "swap"]
+    "options", [dict(), PREEMPTING, PREEMPTING | dict(preemption_mode="swap")], ids=["large", "small", "swap"]
 )
 def test_sequences_of_a_seeded_request_repeat_and_differ(llama: Checkpoint, options: dict[str, Any]) -> None:
     """The first is what the request gives alone; whatever is in the batch and whatever is preempted."""
-    params = SamplingParams(n=3, seed=7, max_tokens=12, repetition_penalty=1.1, frequency_penalty=0.1)
+    params = SamplingParams(n=3, seed=7, max_tokens=9, repetition_penalty=1.1, frequency_penalty=0.1)
     alone = run(LLMEngine(llama.path), llama.prompts[2:3], dataclasses.replace(params, n=1))
     [first] = token_ids(alone)
-    outputs = run(LLMEngine(llama.path, **options), llama.prompts[2:6] + llama.prompts[2:3], params)
+    engine = LLMEngine(llama.path, **options)
+    outputs = run(engine, llama.prompts[2:5] + llama.prompts[2:3], params)
+    assert (engine.stats().num_preemptions > 0) == bool(options)
     sequences = [[completion.token_ids for completion in output.outputs] for output in outputs]
     assert sequences[0] == sequences[-1] and sequences[0][0] == first
     assert len({tuple(ids) for ids in sequences[0]}) == 3

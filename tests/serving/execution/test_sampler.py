@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pagedattn_ext import ops
 from pagedattn_serve.execution import sampler as sampler_module
 from pagedattn_serve.execution.logits_processors import process_logits
-from pagedattn_serve.execution.sampler import Sampler, SamplerOutput, restrict
+from pagedattn_serve.execution.sampler import Sampler, SamplerOutput
 from pagedattn_serve.outputs import Logprob
 from pagedattn_serve.sampling.state import SamplingState
 from pagedattn_serve.sampling_params import SamplingParams, TokenRules
@@ -80,7 +81,20 @@ def expect_distribution(tokens: Tensor, probabilities: Tensor) -> None:
 
 
 def kept(params: SamplingParams, logits: Tensor = LOGITS) -> set[int]:
-    return set(restrict(logits[None], [params])[0].isfinite().nonzero().flatten().tolist())
+    """The tokens that come: those that the op draws by NUM_DRAWS numbers, or the only one, if none is drawn."""
+    found: set[int] = set()
+
+    def draw_often(probs: Tensor, **asked: Tensor) -> tuple[Tensor, Tensor]:
+        numbers = {"indices": torch.zeros(NUM_DRAWS, dtype=torch.int32), "subsequence": torch.arange(NUM_DRAWS)}
+        tokens, valid = sample_from_probs(probs, **(asked | numbers))
+        found.update(tokens.tolist())
+        return tokens[:1], valid[:1]
+
+    sample_from_probs = ops.sample_from_probs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "sample_from_probs", draw_often)
+        [token] = sample(logits[None], [row_of(params)])
+    return found or {token}
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 32_000), (21, 32_000), (3, 300_000)])
@@ -96,7 +110,8 @@ def test_logprobs_with_and_without_a_report(num_rows, vocab_size):
 
 
 def expected_kept(logits: list[float], params: SamplingParams) -> set[int]:
-    """What min_p, top_k and top_p leave, by their definitions, one token after the other in Python's doubles.
+    """What min_p, top_k and top_p leave, by their definitions, one token after the other in Python's doubles. Equally
+    likely tokens stay together, but for top_k 1, which is greedy.
 
     Cases that rounding may decide either way are passed over.
     """
@@ -104,13 +119,16 @@ def expected_kept(logits: list[float], params: SamplingParams) -> set[int]:
     assume(all(weight in (0, 1) or abs(weight - params.min_p) > 1e-6 for weight in weights))
     likely = sorted((i for i in range(len(logits)) if weights[i] > 0), key=lambda i: (-weights[i], i))
     likely = [i for i in likely if weights[i] >= params.min_p]
-    if params.top_k > 0:
-        likely = likely[: params.top_k]
+    if params.top_k == 1:
+        return {likely[0]}
+    if 0 < params.top_k < len(likely):
+        likely = [i for i in likely if weights[i] >= weights[likely[params.top_k - 1]]]
     if params.top_p < 1:
         share = params.top_p * sum(weights[i] for i in likely)
         sums = [sum(weights[i] for i in likely[:count]) for count in range(len(likely))]
         assume(all(abs(total - share) > 1e-5 for total in sums))
-        likely = [i for i, total in zip(likely, sums, strict=True) if total < share]
+        num_kept = sum(total < share for total in sums)
+        likely = [i for i in likely if weights[i] >= weights[likely[num_kept - 1]]]
     return set(likely)
 
 
@@ -131,8 +149,10 @@ def test_top_k() -> None:
         assert kept(SamplingParams(top_k=k)) == set(by_size[:k])
     for everything in (-1, 0, 7, 10**9):
         assert kept(SamplingParams(top_k=everything)) == set(range(6))
-    assert kept(SamplingParams(top_k=3), torch.zeros(6)) == {0, 1, 2}  # not more, where all are equal
-    assert kept(SamplingParams(top_k=1), torch.tensor([0.0, 2.0, 1.0, 2.0])) == {1}  # as where greedy
+    # Equally likely tokens stay together, as with transformers and vLLM. top_k 1 keeps the first, as where greedy.
+    tied = torch.tensor([0.0, 2.0, 1.0, 2.0, 1.0])
+    assert kept(SamplingParams(top_k=3), tied) == {1, 2, 3, 4}
+    assert kept(SamplingParams(top_k=1), tied) == {1}
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
@@ -180,55 +200,33 @@ def test_min_p_before_top_k_and_top_p() -> None:
     assert kept(SamplingParams(min_p=0.3, top_k=2, top_p=0.56)) == {3}
 
 
-@pytest.mark.parametrize("num_candidates", [1, 3, 256])
 @given(logits=ANY_LOGITS, params=ANY_PARAMS)
-def test_restrictions_are_what_their_definitions_say(
-    num_candidates: int, logits: list[float], params: SamplingParams
-) -> None:
-    """However many candidates top_k and top_p begin with."""
-    expected = expected_kept(logits, params)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler_module, "_NUM_CANDIDATES", num_candidates)
-        assert kept(params, torch.tensor(logits)) == expected
+def test_restrictions_are_what_their_definitions_say(logits: list[float], params: SamplingParams) -> None:
+    """No other token comes, and of these all that come more often than once in 1,000 times."""
+    assume(params.temperature > 0)
+    tempered = [logit / params.temperature for logit in logits]
+    expected = expected_kept(tempered, params)
+    total = sum(math.exp(tempered[i]) for i in expected)
+    assert (
+        {i for i in expected if math.exp(tempered[i]) > total / 1000} <= kept(params, torch.tensor(logits)) <= expected
+    )
 
 
-@pytest.mark.parametrize("vocab_size", [300, 5000])  # two rounds of candidates, and three
-def test_more_tokens_are_kept_than_candidates_were_taken_first(vocab_size: int) -> None:
-    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)).mul(2).round(decimals=1)  # has ties
-    for params in [
-        SamplingParams(top_p=0.9999),
-        SamplingParams(top_k=vocab_size - 1),
-        SamplingParams(top_k=270, top_p=0.5),
-        SamplingParams(top_k=vocab_size - 1, top_p=0.99, min_p=0.001),
-    ]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampler_module, "_NUM_CANDIDATES", vocab_size)
-            expected = kept(params, logits)
-        assert kept(params, logits) == expected
-        assert params.top_p < 1 or len(expected) == params.top_k
-    assert kept(SamplingParams(top_k=280), torch.zeros(vocab_size)) == set(range(280))
-
-
-def test_each_row_has_its_own_restriction() -> None:
-    """A row is the same to the bit alone and beside others, those that look at more candidates as well."""
+def test_each_row_has_its_own_restriction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row draws what it draws alone, also where some rows at a time are drawn."""
     logits = (
         torch.randn(9, 600, generator=torch.Generator().manual_seed(0)) * torch.tensor([0.1, 3, 9]).repeat(3)[:, None]
     )
-    params = [
-        SamplingParams(top_k=1),
-        SamplingParams(),
-        SamplingParams(top_p=0.5),
-        SamplingParams(top_p=0.99),
-        SamplingParams(min_p=0.1),
-        SamplingParams(top_k=2, top_p=0.5),
-        SamplingParams(top_k=400),
-        SamplingParams(top_k=300, top_p=0.97, min_p=0.01),
-        SamplingParams(top_p=0.8),
+    several = [
+        *({"top_k": 1}, {}, {"top_p": 0.5}, {"top_p": 0.99}, {"min_p": 0.1}, {"top_k": 2, "top_p": 0.5}),
+        *({"top_k": 400}, {"top_k": 300, "top_p": 0.97, "min_p": 0.01, "temperature": 3.0}, {"top_p": 0.8}),
     ]
-    together = restrict(logits, params)
-    for row, alone, param in zip(together, logits, params, strict=True):
-        assert torch.equal(row, restrict(alone[None], [param])[0])
-    assert torch.equal(together[1], logits[1])
+    for num_rows in (9, 4, 1):
+        monkeypatch.setattr(sampler_module, "_CACHED_BYTES", num_rows * 600 * 4)
+        for seed in range(20):
+            rows = [row_of(SamplingParams(seed=seed, **each), index=i) for i, each in enumerate(several)]
+            alone = [sample(each[None], [row])[0] for each, row in zip(logits, rows, strict=True)]
+            assert sample(logits, rows) == alone
 
 
 def test_drawn_tokens_are_distributed_as_softmax_says() -> None:
@@ -370,14 +368,6 @@ def test_half_precision_logits(dtype: torch.dtype) -> None:
         assert entry.rank == 1 + (logits[0] > logits[0, token_id]).sum()
 
 
-@pytest.mark.parametrize("bits", [0, 2**31 - 1])
-def test_the_extremes_of_the_noise_draw_nothing_impossible(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
-    monkeypatch.setattr(Tensor, "random_", lambda self, generator: self.fill_(bits))
-    logits = torch.tensor([-torch.inf, -200.0, 0.0, -torch.inf, 1.0])
-    assert draw(logits, SamplingParams(top_k=1), 1).tolist() == [4]
-    assert draw(logits, SamplingParams(seed=1), 1).tolist() == [4]
-
-
 def test_logprobs_are_the_model_s() -> None:
     """Before temperature and restrictions, for drawn and for most likely tokens, asked for or not."""
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 3
@@ -483,20 +473,44 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Sizes(TorchDispatchMode):
+    """Collects the sizes of tensors that operations under it make, but for parts of `logits`."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self._logits = logits
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() != self._logits.data_ptr():
+            self.found.append(result.numel())
+        return result
+
+
 def test_nothing_is_computed_that_no_row_asks_for() -> None:
     def operations(*params: SamplingParams) -> set[str]:
         with Operations() as recorded:
             sample(LOGITS.repeat(len(params), 1), [row_of(param) for param in params])
         return recorded.names
 
-    searching, drawing = {"sort", "topk", "cumsum"}, {"random_", "_softmax"}
-    assert not operations(GREEDY, GREEDY) & (searching | drawing)
-    assert drawing <= operations(GREEDY, SamplingParams()) and not operations(GREEDY, SamplingParams()) & searching
-    assert not operations(SamplingParams(min_p=0.1), SamplingParams(top_k=6)) & searching
+    drawing = {"random_", "softmax", "sample_from_probs"}
+    assert not operations(GREEDY, SamplingParams(top_k=1)) & {*drawing, "topk"}
+    assert drawing <= operations(GREEDY, SamplingParams(top_p=0.5))
+    assert "masked_fill" not in operations(SamplingParams()) and "masked_fill" in operations(SamplingParams(min_p=0.1))
     assert "topk" in operations(SamplingParams(temperature=0, logprobs=1))
-    assert searching - {"sort"} <= operations(SamplingParams(), SamplingParams(top_p=0.5))
-    # Only a row of which 256 candidates may say too little waits for the device.
-    assert "nonzero" not in operations(SamplingParams(top_k=3, top_p=0.9, logprobs=2), GREEDY)
+    # Nothing waits for the device before the end.
+    asking = SamplingParams(top_k=3, top_p=0.9, min_p=0.1, logprobs=2)
+    assert not operations(asking, GREEDY) & {"nonzero", "_local_scalar_dense"}
+
+
+def test_logprobs_of_all_tokens_are_kept_of_rows_that_need_them_alone() -> None:
+    """A row with a penalty and a report leaves the others' logprobs where they are computed a few rows at a time."""
+    logits = torch.randn(40, 50_000)
+    asking = row_of(SamplingParams(temperature=0, presence_penalty=0.5, logprobs=1))
+    with Sizes(logits) as sizes:
+        Sampler(0).sample(logits, [asking, *[row_of(GREEDY)] * 39])
+    assert sizes.found and max(sizes.found) <= sampler_module._CACHED_BYTES // 4
 
 
 def test_all_tensors_are_made_on_the_device_of_the_logits() -> None:
@@ -694,7 +708,7 @@ def test_the_first_sequence_has_the_numbers_of_the_seed_alone() -> None:
     """Pinned, so that a seed gives the same tokens from one version to the next."""
     logits = torch.zeros(4, 1000)
     rows = [row_of(SamplingParams(seed=seed), position) for seed, position in [(0, 0), (5, 0), (5, 7), (-1, 2)]]
-    assert sample(logits, rows) == [361, 880, 749, 744]
+    assert sample(logits, rows) == [399, 765, 637, 91]
 
 
 def candidates(logits: Tensor, rows: list[SamplingState]) -> list[Any]:
@@ -783,18 +797,9 @@ def test_rows_that_do_not_ask_are_not_touched_by_those_that_do() -> None:
         temperature=0, presence_penalty=1.0, frequency_penalty=1.0, repetition_penalty=1.5, logit_bias={7: 3.0}
     )
     row = SamplingState(asking, [1, 2], [3, 4], token_rules=TokenRules(bad_words=((8,),)))
-    sizes = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.untyped_storage().data_ptr() != logits.data_ptr():
-                sizes.append(result.numel())
-            return result
-
-    with Sizes():
+    with Sizes(logits) as sizes:
         process_logits(logits, [row_of(GREEDY), row, row_of(GREEDY)], [1])
-    assert sizes and max(sizes) < 10
+    assert sizes.found and max(sizes.found) < 10
     assert torch.equal(logits[0::2], before[0::2])
     assert set((logits[1] != before[1]).nonzero()[:, 0].tolist()) == {1, 2, 3, 4, 7, 8}
 
