@@ -133,7 +133,7 @@ class Sampler:
 
     def _draw(self, logits: Tensor, rows: list[SamplingState]) -> Tensor:
         """As `_choose`, for rows of which each draws its token."""
-        params, (num_rows, vocab_size), device = [row.sampling_params for row in rows], logits.shape, logits.device
+        params, vocab_size, device = [row.sampling_params for row in rows], logits.shape[1], logits.device
         if processed := [i for i, each in enumerate(params) if each.logits_processors]:
             logits = _without_infinity(logits, _to_device(processed, torch.int64, device))
         temperature = _to_device([max(each.temperature, _SMALLEST) for each in params], torch.float32, device)
@@ -147,15 +147,12 @@ class Sampler:
             top_k = _to_device(counts, torch.int64, device)
         if any(each.top_p < 1 for each in params):
             top_p = _to_device([each.top_p for each in params], torch.float32, device)
-        most = num_rows
-        if device.type == "cpu":
-            most = max(_CACHED_BYTES // (4 * vocab_size), 1) * torch.get_num_threads()
-        drawn = []
-        for begin in range(0, num_rows, most):
-            part = slice(begin, begin + most)
+        drawn, parts = [], _cached_parts(logits)
+        space = torch.empty_like(logits[parts[0]])
+        for part in parts:
             likely = logits[part] if least is None else _without_unlikely(logits[part], least[part])
             tokens, _ = ops.sample_from_probs(
-                ops.softmax(likely, temperature=temperature[part]),
+                ops.softmax(likely, temperature=temperature[part], out=space[: len(likely)]),
                 top_k=None if top_k is None else top_k[part],
                 top_p=None if top_p is None else top_p[part],
                 seed=seed[part],
@@ -220,6 +217,15 @@ def _without_unlikely(logits: Tensor, least: Tensor) -> Tensor:
     return logits.masked_fill(relative < least[:, None], -torch.inf)
 
 
+def _cached_parts(logits: Tensor) -> list[slice]:
+    """The rows of fp32 [num_rows, vocab_size] in parts whose softmax stays in the caches of a CPU's threads, each of
+    which takes rows of its own; all at once on another device."""
+    most = max(len(logits), 1)
+    if logits.device.type == "cpu":
+        most = max(_CACHED_BYTES // (4 * logits.shape[1]), 1) * torch.get_num_threads()
+    return [slice(begin, begin + most) for begin in range(0, max(len(logits), 1), most)]
+
+
 def _argmax(values: Tensor) -> Tensor:
     """The first of the largest in each row of contiguous fp32 [num_rows, num_columns]: int64 [num_rows]."""
     if values.device.type == "cpu":  # there numpy takes a third to an eighth of torch's time
@@ -229,15 +235,14 @@ def _argmax(values: Tensor) -> Tensor:
 
 def _logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
     """The log-softmax of one token a row, fp32 [num_rows, 1]. token_ids: int64 [num_rows, 1]."""
-    if logits.device.type != "cpu" or logits.numel() * logits.element_size() <= _CACHED_BYTES:
+    parts = _cached_parts(logits)
+    if len(parts) == 1:
         return logits.log_softmax(dim=-1).gather(1, token_ids)
-    num_rows = max(_CACHED_BYTES // (logits.element_size() * logits.shape[1]), 1)
-    space = torch.empty_like(logits[:num_rows])
+    space = torch.empty_like(logits[parts[0]])
     chosen = torch.empty_like(token_ids, dtype=logits.dtype)
-    for begin in range(0, len(logits), num_rows):
-        rows = slice(begin, begin + num_rows)
-        part = logits[rows]
-        torch.gather(torch.log_softmax(part, dim=-1, out=space[: len(part)]), 1, token_ids[rows], out=chosen[rows])
+    for part in parts:
+        rows = logits[part]
+        torch.gather(torch.log_softmax(rows, dim=-1, out=space[: len(rows)]), 1, token_ids[part], out=chosen[part])
     return chosen
 
 
