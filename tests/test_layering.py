@@ -46,7 +46,7 @@ KNOWS: dict[str, set[str]] = {
         "models",
     }
     | {"pagedattn_ext"},
-    "verification": {"data", "scheduling", "sampling", "execution", "models", "engine"},
+    "verification": {"data", "scheduling", "sampling", "execution", "distributed", "models", "engine"},
     "async_engine": {"data", "text", "requests", "distributed", "engine"},
     "server.http": {"data", "output_parsing", "async_engine"},
     "server.openai": {"data", "text", "output_parsing", "async_engine", "server.http"},

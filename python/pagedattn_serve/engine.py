@@ -150,8 +150,11 @@ class LLMEngine:
             generates=bool(causal_lm.head),
         )
         num_ranks, quantization = parallel_config.tensor_parallel_size, model_config.quantization
+        facts_of_ranks = () if workers is None else workers.facts
         digest = partial(checkpoint_digest, directory, load_format)
-        self._fingerprint = partial(fingerprint, digest, causal_lm, cache_config, device, quantization, num_ranks)
+        self._fingerprint = partial(
+            fingerprint, digest, causal_lm, cache_config, device, quantization, num_ranks, facts_of_ranks
+        )
         store = None
         if cache_config.prefix_cache_dir is not None:
             store = open_block_store(self.system_fingerprint, model_runner, cache_config)

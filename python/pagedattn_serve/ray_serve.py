@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from pagedattn_serve import engine_args as engine_options
 from pagedattn_serve.async_engine import EngineDeadError
+from pagedattn_serve.async_engine.replicas import seed_of_replica
 from pagedattn_serve.cli.commands import keys_in_environment
 from pagedattn_serve.cli.serve import make_engine
 from pagedattn_serve.config import DEMO_MODEL, read_text
@@ -57,6 +58,8 @@ class Replica:
         if not config.api_keys:  # `app` has read them from its environment, which may be that of another machine
             config = replace(config, api_keys=tuple(keys_in_environment()))
         self._config = config
+        seed = seed_of_replica(engine_args.seed, serve.get_replica_context().replica_tag)
+        engine_args = replace(engine_args, seed=seed)
         self._engine = await asyncio.to_thread(make_engine, engine_args, config)
         self._engine.on_death = self._end_soon
         await self._engine.start()

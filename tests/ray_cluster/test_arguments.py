@@ -1,9 +1,13 @@
 """The arguments of an application: what `serve run` and YAML give becomes EngineArgs and ServerConfig."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
-from pagedattn_serve import DEMO_MODEL
-from pagedattn_serve.ray_serve import app, read_args
+from pagedattn_serve import DEMO_MODEL, EngineArgs, ray_serve
+from pagedattn_serve.ray_serve import Replica, app, read_args
+from pagedattn_serve.server.http.config import ServerConfig
 
 
 def test_texts() -> None:
@@ -53,3 +57,24 @@ def test_options_of_ray_serve() -> None:
     assert bound.ray_actor_options == {"num_cpus": 6}
     assert (bound.max_ongoing_requests, bound.max_queued_requests) == (24, 5)
     assert bound._deployment_config.graceful_shutdown_timeout_s == 7
+
+
+def test_replicas_draw_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name that Ray gives to a replica is in the seed of its engine. All else is as given."""
+
+    class Stop(Exception):
+        pass
+
+    def make_engine(args: EngineArgs, config: ServerConfig) -> None:
+        made.append(args)
+        raise Stop
+
+    made: list[EngineArgs] = []
+    monkeypatch.setattr(ray_serve, "make_engine", make_engine)
+    for name in ("a1", "b2", "a1"):
+        monkeypatch.setattr(ray_serve.serve, "get_replica_context", lambda name=name: SimpleNamespace(replica_tag=name))
+        with pytest.raises(Stop):
+            asyncio.run(Replica.__init__(object.__new__(Replica), *read_args({})))
+    given, _ = read_args({})
+    assert made[0] == made[2] and len({given.seed, made[0].seed, made[1].seed}) == 3
+    assert all(vars(each) | {"seed": given.seed} == vars(given) for each in made)

@@ -6,8 +6,9 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import blake2b
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -63,7 +64,7 @@ class Replicas:
     gone. If a replica hangs, the news say which requests are stuck, and the other replicas get the requests that come.
 
     Args:
-        engine_args, initializer: of each core, as for `ProcessCore`.
+        engine_args, initializer: of each core, as for `ProcessCore`, but for the seed (`seed_of_replica`).
         num_replicas: how many cores, each with its share of the threads. All load the model at the same time.
 
     facts, first_stats: set by `wait_until_loaded`.
@@ -189,9 +190,10 @@ class Replicas:
             await asyncio.gather(*(replica.core.join() for replica in self._replicas))
             self._loading.shutdown()
 
-    def _make_core(self, index: int) -> ProcessCore:
+    def _make_core(self, index: int, num_restarts: int = 0) -> ProcessCore:
+        engine_args = replace(self.engine_args, seed=seed_of_replica(self.engine_args.seed, index, num_restarts))
         initializer = partial(begin_on_share, index, self._num_replicas, self._initializer)
-        core = ProcessCore(self.engine_args, initializer)
+        core = ProcessCore(engine_args, initializer)
         core.replica = index
         return core
 
@@ -291,7 +293,7 @@ class Replicas:
                 return
             replica.num_restarts += 1
             try:
-                replica.core = self._make_core(replica.index)
+                replica.core = self._make_core(replica.index, replica.num_restarts)
                 await asyncio.get_running_loop().run_in_executor(self._loading, replica.core.wait_until_loaded)
             except Exception as error:
                 if self._is_stopping:
@@ -314,6 +316,17 @@ class Replicas:
 
     def _sum_of_stats(self) -> EngineStats:
         return total([each.stats for each in self._replicas])
+
+
+def seed_of_replica(seed: int | None, replica: int | str, num_restarts: int = 0) -> int | None:
+    """The seed of a replica's engine, so that no two engines draw the same random numbers. The first engine of all has
+    the given seed. None stays None.
+
+    replica: its index, or the name that Ray Serve has for it.
+    """
+    if seed is None or (replica, num_restarts) == (0, 0):
+        return seed
+    return int.from_bytes(blake2b(f"{seed} {replica} {num_restarts}".encode(), digest_size=8).digest())
 
 
 def begin_on_share(index: int, num_replicas: int, initializer: Callable[[], object] | None) -> None:

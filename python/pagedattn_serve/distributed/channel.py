@@ -48,16 +48,22 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError):
             raise ChannelClosed from None
 
-    def receive(self, deadline: float | None = None) -> tuple[Any, list[int]]:
-        """Wait for a message; returns the message and its descriptors. Raises ChannelClosed; TimeoutError if no message
-        has come at `deadline`, a time of `time.monotonic()`."""
+    def receive(self, deadline: float | None = None) -> tuple[Any, list[int] | None]:
+        """Wait for a message; returns the message and its descriptors; None in their place if this process may not
+        open so many. Raises ChannelClosed; TimeoutError if no message has come at `deadline`, a time of
+        `time.monotonic()`."""
         _wait_until(deadline, self.socket)
         try:
-            data, descriptors, _, _ = socket.recv_fds(self.socket, MAX_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            received = socket.recv_fds(self.socket, MAX_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
         except ConnectionResetError:
-            data, descriptors = b"", []
+            raise ChannelClosed from None
+        data, descriptors, flags, _ = received
         if not data:
             raise ChannelClosed
+        if flags & socket.MSG_CTRUNC:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return pickle.loads(data), None
         return pickle.loads(data), descriptors
 
     def has_message(self, timeout: float = 0) -> bool:

@@ -78,13 +78,15 @@ class Loading(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The blocks and states that the rank has room for, and where it listens to ranks on other hosts."""
+    """The blocks and states that the rank has room for, where it listens to ranks on other hosts, and what chooses its
+    kernels."""
 
     num_blocks: int
     num_host_blocks: int
     num_state_slots: int
     num_host_state_slots: int
     address: Address | None
+    capabilities: tuple[str, str]
 
 
 class Ready(NamedTuple):

@@ -5,6 +5,7 @@ rank, or rank 0 is interrupted amid one, the group of the ranks breaks: each ran
 makes a new group. In between, a rank waits for rank 0.
 """
 
+import errno
 import os
 import pickle
 import select
@@ -55,6 +56,7 @@ from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, 
 from pagedattn_serve.distributed.processes import numa_nodes
 from pagedattn_serve.errors import describe, portable
 from pagedattn_serve.execution.engine_setup import device_of_rank, limit_to_memory, limit_to_model
+from pagedattn_serve.execution.fingerprint import capabilities
 from pagedattn_serve.execution.model_runner import StepRunner
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.loader import load_model
@@ -133,7 +135,8 @@ class Rank:
         own_cache = limit_to_memory(order.cache, model, limit_to_model(order.scheduler, model), device)
         address = None if self._listener is None else self._listener.address
         room = own_cache.num_blocks, own_cache.num_host_blocks
-        channel.send(Loaded(*room, own_cache.num_state_slots, own_cache.num_host_state_slots, address))
+        states = own_cache.num_state_slots, own_cache.num_host_state_slots
+        channel.send(Loaded(*room, *states, address, capabilities(device)))
         agreed: CacheOrder
         agreed, _ = channel.receive()
         self._addresses = agreed.addresses
@@ -148,6 +151,8 @@ class Rank:
         error = None
         with ExitStack() as until_the_end:  # of what the others notice, after the abort, which says why it ends
             try:
+                if descriptors is None:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 if isinstance(order, MakeGroup):
                     self._make_group(order.generation)
                     return

@@ -44,6 +44,7 @@ from pagedattn_serve.distributed.processes import RankProcess, cpus_of_rank, how
 from pagedattn_serve.distributed.remote import OtherHosts, RemoteRank, absolute
 from pagedattn_serve.errors import ArgumentError, ExecutorDeadError, describe
 from pagedattn_serve.execution.engine_setup import device_of_rank
+from pagedattn_serve.execution.fingerprint import capabilities
 from pagedattn_serve.loading.loader import build_model
 from pagedattn_serve.models.partition import Partition
 
@@ -150,6 +151,7 @@ class Workers:
         self._workers: list[Worker] = []
         self._other_hosts: OtherHosts | None = None
         self._addresses: list[Address | None] = []  # where each rank listens to ranks on other hosts
+        self._capabilities: list[tuple[str, str]] = []  # of ranks 1 and up
         undo: list[Callable[[], None]] = []
         self.close = weakref.finalize(self, _end, self._workers, os.getpid(), undo)
         try:
@@ -200,6 +202,19 @@ class Workers:
         """The slice of the model that rank 0 holds."""
         return partition_of(self.communicator)
 
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """What of the ranks decides about bits, beside their number and what rank 0 runs on: nothing, if they are alike
+        and on one host. This is known when all ranks have loaded."""
+        facts: list[object] = []
+        others = self._other_hosts
+        # A sum over several hosts begins with the sum of each host. A stage is on one host.
+        if others is not None and others.ranks_per_host > 1 and not isinstance(self.communicator, PipelineCommunicator):
+            facts.append(others.num_hosts)
+        if set(self._capabilities) != {capabilities(self.device)}:
+            facts.append(self._capabilities)
+        return tuple(facts)
+
     def tell_loading(self, done: int, total: int) -> None:
         """Rank 0 has loaded so much. What the other ranks have said until now is told, too."""
         self._tell_loading(0, done, total)
@@ -221,6 +236,7 @@ class Workers:
         loaded = [self._receive(worker, Loaded) for worker in self._workers]
         own_address = None if self._other_hosts is None else self._other_hosts.address
         self._addresses = [own_address, *(each.address for each in loaded)]
+        self._capabilities = [each.capabilities for each in loaded]
         kinds = ("num_blocks", "num_host_blocks", "num_state_slots", "num_host_state_slots")
         return replace(cache, **{kind: min(getattr(each, kind) for each in (cache, *loaded)) for kind in kinds})
 

@@ -81,6 +81,7 @@ class BlockFiles:
         prefix_cache_directory(self._directory)
         self._remove_old()
         self.scan()
+        self._make_room()
 
     def expect(self, key: bytes) -> None:
         """Count the block as there: `write` will be called for it."""
@@ -140,8 +141,7 @@ class BlockFiles:
         self._waiting.discard(key)
         self.num_written += 1
         self._num_bytes += self._file_bytes
-        if self._num_bytes > self._max_bytes:
-            self._make_room()
+        self._make_room()
 
     def _write_file(self, key: bytes, block: Bytes) -> None:
         unfinished = None
@@ -166,6 +166,9 @@ class BlockFiles:
         self._num_bytes = sum(num_bytes for _, num_bytes, _ in self._all_files())
 
     def _make_room(self) -> None:
+        """Remove what was not used for longest, if there is more than the bound."""
+        if self._num_bytes <= self._max_bytes:
+            return
         files = sorted(self._all_files())
         num_bytes = sum(of_file for _, of_file, _ in files)
         for _, of_file, file in files:

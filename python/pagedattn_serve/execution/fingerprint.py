@@ -22,19 +22,19 @@ def fingerprint(
     device: str,
     quantization: str | None,
     num_ranks: int,
+    facts_of_ranks: tuple[object, ...] = (),
 ) -> str:
     """The model with its format, its cache, the kernels and what runs them: fp_ and 16 hex digits.
 
     Where it is equal, a request with a seed gets the same tokens and logprobs, on any machine, for the models and the
     limits in docs/deterministic.md. Where it differs, the bits may be the same all the same.
 
-    checkpoint: gives `checkpoint_digest`.
+    checkpoint: gives `checkpoint_digest`. facts_of_ranks: what else of the ranks decides about bits.
     """
-    capability = pagedattn_ext.cpu_capability() if device == "cpu" else torch.cuda.get_device_name(device)
     facts = (
         *(model.architecture, model.dtype, quantization),
         *(cache_config.kv_cache_dtype, cache_config.kv_scales, cache_config.block_size),
-        *(pagedattn_ext.__version__, torch.__version__, torch.backends.cpu.get_cpu_capability(), capability, num_ranks),
+        *(pagedattn_ext.__version__, torch.__version__, *capabilities(device), num_ranks, *facts_of_ranks),
     )
     digest = hashlib.sha256(checkpoint() + _digest_of_kernels())
     digest.update(repr(facts).encode())
@@ -43,6 +43,12 @@ def fingerprint(
 
         digest.update(transformers.__version__.encode())
     return f"fp_{digest.hexdigest()[:16]}"
+
+
+def capabilities(device: str) -> tuple[str, str]:
+    """By which torch, and the ops, choose the kernels of this process."""
+    of_ops = pagedattn_ext.cpu_capability() if device == "cpu" else torch.cuda.get_device_name(device)
+    return torch.backends.cpu.get_cpu_capability(), of_ops
 
 
 @cache

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
+from pagedattn_serve.distributed.torchrun import rank_of_torchrun
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError
@@ -38,7 +39,8 @@ class Verified(NamedTuple):
 
 def verify(args: EngineArgs) -> Iterator[Verified]:
     """Each condition as it is done; the first is the cases alone, which all others are compared with. Where the first
-    difference arose is looked for once.
+    difference arose is looked for once. With ranks that torchrun has started there is one engine: what needs another
+    one is not tried, nor looked for.
 
     Raises as `LLMEngine` does, and ValueError for a model that generates nothing or a request that could not go on.
     """
@@ -48,8 +50,14 @@ def verify(args: EngineArgs) -> Iterator[Verified]:
     cases = make_cases(engine.model_runner.model.vocab_size, engine.max_model_len, max_num_sequences(engine))
     expected = [answer for _, answer in run_cases(engine, cases, ALONE)]
     yield Verified(ALONE, len(cases), ALONE.happened(engine.stats()))
+    has_one_engine = rank_of_torchrun(args.num_ranks) is not None
     is_found = False
     for condition in conditions_of(engine, args, cases):
+        # Threads are set in this process, and ranks are others.
+        is_of_threads = condition.num_threads is not None and args.num_ranks > 1
+        if is_of_threads or (condition.options is not None and has_one_engine):
+            yield Verified(condition, 0, "")
+            continue
         if condition.options is not None:
             del engine
             gc.collect()  # ranks end, and caches are free, before the next engine takes as much
@@ -60,7 +68,7 @@ def verify(args: EngineArgs) -> Iterator[Verified]:
         differences = (first_difference(cases[i], expected[i], answer) for i, answer in answers)
         difference = next((each for each in differences if each is not None), None)
         origin = None
-        if difference is not None and not is_found:
+        if difference is not None and not is_found and not has_one_engine:
             del engine
             gc.collect()
             origin = find_origin(args, cases, difference.case, condition)

@@ -427,6 +427,28 @@ def test_a_replica_is_started_until_it_runs(
     play(main())
 
 
+def test_no_two_engines_draw_the_same_numbers(cores: list[FakeCore], text_model: str) -> None:
+    """Whichever replica, and however often it was started: each has another seed, the same ones in each run. Nothing
+    else that an engine is made of differs."""
+
+    async def main(args: EngineArgs) -> list[EngineArgs]:
+        cores.clear()
+        async with AsyncLLMEngine.from_engine_args(args, data_parallel_size=3) as engine:
+            for restarts in range(2):
+                for core in cores[-2:] if restarts else cores[:2]:
+                    core.end("it fell")
+                await until(lambda: all(each.is_running for each in engine.replicas()))
+        return [core.engine_args for core in cores]
+
+    args = EngineArgs(text_model, seed=5)
+    seen = play(main(args))
+    assert seen[0] == args and len(seen) == 7 and len({each.seed for each in seen}) == 7
+    assert all(dataclasses.replace(each, seed=5) == args for each in seen)
+    assert {each.seed for each in play(main(args))} == {each.seed for each in seen}
+    arbitrary = dataclasses.replace(args, seed=None)
+    assert set(play(main(arbitrary))) == {arbitrary}  # each draws a seed of its own
+
+
 @pytest.mark.parametrize("fault", [None, TimeoutError("is interrupted")], ids=["pausing", "loading"])
 def test_the_end_does_not_wait_for_a_replica_that_starts(
     cores: list[FakeCore], text_model: str, fault: Exception | None, monkeypatch: pytest.MonkeyPatch

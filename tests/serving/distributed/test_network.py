@@ -1,7 +1,9 @@
-"""Connections between hosts: who may connect, and that a message is received whole or not at all."""
+"""Connections: who may connect, and that a message is received whole or not at all."""
 
+import errno
 import os
 import pickle
+import resource
 import socket
 import time
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 from pagedattn_serve.distributed import channel
 from pagedattn_serve.distributed.channel import (
     SIZE,
+    Channel,
     ChannelClosed,
     Hello,
     Listener,
@@ -22,6 +25,9 @@ from pagedattn_serve.distributed.channel import (
     connect,
     has_hung_up,
 )
+from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
+from pagedattn_serve.distributed.messages import Join, Left
+from pagedattn_serve.distributed.worker import Rank
 
 KEY = b"the key of an engine"
 OURS = Hello("steps", generation=3, rank=1)
@@ -119,6 +125,31 @@ def test_a_message_comes_whole_or_not_at_all() -> None:
     with pytest.raises(ChannelClosed):
         theirs.receive()
     theirs.close()
+
+
+@pytest.mark.parametrize("num_free", [0, 1])
+def test_a_rank_without_a_free_descriptor(num_free: int) -> None:
+    """It says so, and is as ready for the next group as before. None of the descriptors stays open."""
+    sides = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(sides[0])
+    rank = Rank.__new__(Rank)
+    rank._channel, rank._communicator = Channel(sides[1]), SharedMemoryCommunicator(1, 2)
+    channel.send(Join(3, None, None), (0, 1))
+    free = os.dup(0)
+    os.close(free)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + num_free, limits[1]))
+    try:
+        rank.serve_group()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    left, _ = channel.receive()
+    assert isinstance(left, Left) and left.generation == 3
+    assert isinstance(left.error, OSError) and left.error.errno == errno.EMFILE
+    assert os.dup(0) == free
+    os.close(free)
+    for side in sides:
+        side.close()
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:

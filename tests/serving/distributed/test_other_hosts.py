@@ -25,7 +25,7 @@ from failing_ranks import (
     fail_on_rank_0,
     interrupt_at_places,
 )
-from faulty_rank import HAS_OTHER_INPUTS, STOPS
+from faulty_rank import HAS_OTHER_INPUTS, OTHER_CAPABILITIES, STOPS
 from remote_rank import LocalPlacement
 from server_process import is_running, wait_for
 from test_interrupts import ROOT, expect_nothing_left
@@ -35,6 +35,7 @@ from pagedattn_serve import LLMEngine, SamplingParams
 from pagedattn_serve.distributed import communicator, launch, workers
 from pagedattn_serve.distributed.activity import MAX_LOOKS
 from pagedattn_serve.errors import ExecutorDeadError
+from pagedattn_serve.execution.fingerprint import fingerprint
 
 OPTIONS: dict[str, Any] = dict(num_blocks=40, enable_prefix_caching=False, distributed_executor_backend="ray")
 FILES = {
@@ -66,6 +67,13 @@ def expect_right_tokens(engine: LLMEngine, llama: Checkpoint) -> None:
     expect_nothing_left(engine)
 
 
+def expect_facts(engine: LLMEngine, *facts: object) -> None:
+    """By what the fingerprint differs from that of as many ranks which are alike and on one host."""
+    *of_one_host, found = engine._fingerprint.args
+    assert found == facts
+    assert (engine.system_fingerprint == fingerprint(*of_one_host)) == (not facts)
+
+
 def test_tokens_are_those_of_hugging_face(start: Callable[..., LLMEngine], llama: Checkpoint) -> None:
     """Two ranks on each of two hosts, with chunks, swaps and copies of blocks."""
     engine = start(4, block_size=8, num_blocks=20, max_model_len=64, max_num_batched_tokens=19, preemption_mode="swap")
@@ -74,6 +82,7 @@ def test_tokens_are_those_of_hugging_face(start: Callable[..., LLMEngine], llama
     for output, expected in zip(outputs, llama.expected, strict=True):
         assert [completion.token_ids for completion in output.outputs] == [expected] * 2
     assert engine.stats().num_swaps > 0
+    expect_facts(engine, 2)
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
@@ -136,6 +145,7 @@ def test_a_connection_breaks(start: Callable[..., LLMEngine], llama: Checkpoint)
     """The step fails and names the rank. The next step has connections anew."""
     engine = start(2)
     expect_right_tokens(engine, llama)
+    expect_facts(engine)
     ranks: Any = engine.executor
     ranks._workers.communicator._links[1].shutdown(socket.SHUT_RDWR)
     add(engine, *llama.prompts[:3])
@@ -145,7 +155,10 @@ def test_a_connection_breaks(start: Callable[..., LLMEngine], llama: Checkpoint)
 
 
 def test_a_rank_that_has_less_room(start: Callable[..., LLMEngine]) -> None:
-    assert start(2, {1: "room"}).stats().num_blocks == 11
+    """And other kernels."""
+    engine = start(2, {1: "room"})
+    assert engine.stats().num_blocks == 11
+    expect_facts(engine, [OTHER_CAPABILITIES])
 
 
 def test_a_rank_that_stops(

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import signal
 import socket
 import sys
@@ -18,6 +19,7 @@ from warm_python import run_python
 from warm_ranks import StartedRanks
 
 from pagedattn_serve import AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
+from pagedattn_serve.cli import main
 from pagedattn_serve.distributed import torchrun
 from pagedattn_serve.distributed.torchrun import rank_of_torchrun
 
@@ -101,6 +103,37 @@ def test_ranks_on_several_machines(
         assert [process.wait(60) for process in ranks.processes[-3:]] == [0, 0, 0]
     finally:
         torchrun._listeners.pop().close()
+
+
+def test_verify_tries_what_one_engine_can(
+    llama: Checkpoint, ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what it has not tried: what needs another engine, and other threads, which rank 0 alone would have."""
+    port = os.getpid()  # which makes the ranks meet where no other test does
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ranks.start("torchrun_rank", theirs)
+        ours.sendall(json.dumps(environment_of(1, 2, 2, port)).encode())
+    as_rank_of_torchrun(monkeypatch, 0, 2, 2, port)
+    try:
+        assert main(["verify", str(llama.path), "--tensor-parallel-size", "2"]) == 0
+        gc.collect()
+        assert ranks.processes[-1].wait(60) == 0
+    finally:
+        torchrun._listeners.pop().close()
+    _, _, *rows, last = capsys.readouterr().out.splitlines()
+    verdicts = [row.split()[-1] for row in rows]
+    assert verdicts == ["yes"] * 3 + ["tried"] * 2 + ["yes"] + ["tried"] * 7
+    assert rows[-1].split() == ["with", "speculation,", "alone", "0", "nothing", "not", "tried"]
+    assert last == "the same, bit for bit, under all 4 conditions that were tried"
+
+
+def test_rank_0_alone_has_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    as_rank_of_torchrun(monkeypatch, 1, 2, 2)
+    monkeypatch.setattr(torchrun, "START_SECONDS", 0.0)
+    assert main(["verify", "--tensor-parallel-size", "2"]) == 1
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "pagedattn: error: rank 0 has made no engine within 0 s\n")
 
 
 def test_only_rank_0_starts_a_process_for_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:

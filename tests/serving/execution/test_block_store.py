@@ -156,6 +156,7 @@ def test_what_was_not_used_for_longest_goes(tmp_path: Path, written: bytes) -> N
     assert all(file.exists() for file in foreign)
     total = sum(file.stat().st_size for file in tmp_path.glob(f"{FINGERPRINT}/{'[0-9a-f]' * 32}.safetensors"))
     assert total <= 5 * file_bytes
+    assert files_in(tmp_path, max_bytes=3 * file_bytes).keys == {keys[0], keys[4]}  # at once, and with room for more
     with pytest.raises(ValueError, match=rf"^prefix_cache_dir_size: expected at least {file_bytes} bytes, .*, got 99$"):
         files_in(tmp_path, max_bytes=99)
 

@@ -1,8 +1,9 @@
 """The program of a rank with a fault.
 
 fault: "start", "load", "cache" or "join": when the process is killed. "memory": loading finds no memory. "connect": the
-rank cannot connect with others. "room": the rank has room for 11 blocks, and for 5 on the host. "tokens": a step that
-has one of the tokens below fails on the way, once, between two calls of the other ranks.
+rank cannot connect with others. "room": the rank is on another kind of machine, with room for 11 blocks, and for 5 on
+the host. "tokens": a step that has one of the tokens below fails on the way, once, between two calls of the other
+ranks.
 """
 
 import ctypes
@@ -24,6 +25,7 @@ from pagedattn_serve.models.causal_lm import ModelOutput
 
 RAISES, IS_KILLED, STOPS, HAS_OTHER_INPUTS, HANGS = 90, 91, 92, 93, 94
 
+OTHER_CAPABILITIES = ("none of torch", "none of the ops")
 run_model, send = StepRunner.run_model, PipelineCommunicator.send
 done: set[int] = set()  # faults, by token
 ahead: list[int] = []  # the fault of this step, if one is to come
@@ -96,6 +98,7 @@ def main(fd: int, fault: str, module: str, *arguments: str) -> None:
             worker.load_model = no_memory
         case "room":
             worker.limit_to_memory = lambda *_: CacheConfig(num_blocks=11, num_host_blocks=5)
+            worker.capabilities = lambda _: OTHER_CAPABILITIES
         case "tokens":
             StepRunner.run_model = run_faulty_step  # type: ignore[method-assign, assignment]
             PipelineCommunicator.send = faulty_send  # type: ignore[method-assign]
