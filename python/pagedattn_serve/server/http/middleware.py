@@ -60,7 +60,7 @@ def add_middleware(app: Starlette, config: ServerConfig) -> None:
             allow_origins=config.allowed_origins,
             allow_methods=("DELETE", "GET", "HEAD", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "request-id", "retry-after"),
         )
     app.add_middleware(RequestLog)
     if config.root_path:
@@ -99,7 +99,9 @@ class RequestLog:
             return await self.app(scope, receive, send)
         context = RequestContext(secrets.token_hex(16), scope["path"])
         current_request.set(context)  # each request has a task of its own
-        request_id_header = (b"x-request-id", context.request_id.encode())
+        request_id_headers = [(b"x-request-id", context.request_id.encode())]
+        if is_anthropic(scope["path"]):  # whose clients read it by another name
+            request_id_headers.append((b"request-id", context.request_id.encode()))
         started = time.monotonic()
         status = 499  # as proxies say of a client that left before there was an answer
         is_gone = False
@@ -114,7 +116,7 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), request_id_header]
+                message["headers"] = [*message.get("headers", ()), *request_id_headers]
             await send(message)
 
         try:

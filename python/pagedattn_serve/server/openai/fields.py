@@ -8,7 +8,7 @@ that costs the event loop or the engine's steps, which all requests share.
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
 from pagedattn_serve.output_parsing.tool_format import NAME_PATTERN
 from pagedattn_serve.sampling_params import (
@@ -93,22 +93,29 @@ class JsonSchema(Body):
 
 
 OF_STRUCTURAL_TAGS = ("format", "structures", "triggers")
+# The types that a field of a response_format goes with. `value` is TGI's; llama.cpp and Together call it `schema`.
+TYPES_OF_FIELD = {"json_schema": ("json_schema",), "value": ("json_object", "json")}
+TYPES_OF_FIELD |= dict.fromkeys(OF_STRUCTURAL_TAGS, ("structural_tag",))
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    value: dict[str, Any] | bool | None = Field(
+        None, validation_alias=AliasChoices("value", "schema"), description="a schema; also by the name schema"
+    )
     format: dict[str, Any] | None = Field(None, description="of a structural tag, as in structured_outputs")
     structures: list[dict[str, Any]] | None = Field(None, description="with triggers, in place of format")
     triggers: list[str] | None = None
 
     @model_validator(mode="after")
     def _check_type(self) -> Self:
-        for name in ("json_schema", *OF_STRUCTURAL_TAGS):
-            of_type = "structural_tag" if name in OF_STRUCTURAL_TAGS else "json_schema"
-            if getattr(self, name) is not None and self.type != of_type:
+        for name, types in TYPES_OF_FIELD.items():
+            if getattr(self, name) is not None and self.type not in types:
+                name = "value or schema" if name == "value" else name
                 raise ValueError(
-                    f"response_format: expected {name} beside the type {of_type} alone, got it with {self.type}"
+                    f"response_format: expected {name} beside the type {' or '.join(types)} alone, "
+                    f"got it with {self.type}"
                 )
         if self.format is not None and self.structures is not None:
             raise ValueError("response_format: expected format or structures, got both")
@@ -406,15 +413,17 @@ def _structured_output(body: SamplingBody) -> StructuredOutput | None:
             return StructuredOutput(**given)
         if name != "response_format":
             return StructuredOutput(**{name.removeprefix("guided_"): getattr(body, name)})
-        assert body.response_format is not None
-        if body.response_format.type == "json_object":
-            return StructuredOutput(json_object=True, whitespace_pattern=space)
-        if body.response_format.type == "structural_tag":
-            tag = body.response_format.model_dump(include={"type", *OF_STRUCTURAL_TAGS}, exclude_none=True)
+        form = body.response_format
+        assert form is not None
+        if form.type == "structural_tag":
+            tag = form.model_dump(include={"type", *OF_STRUCTURAL_TAGS}, exclude_none=True)
             return StructuredOutput(structural_tag=tag, whitespace_pattern=space)
-        form = body.response_format.json_schema
-        if form is None or form.json_schema is None:
-            raise ValueError('expected {"json_schema": {"schema": ...}} beside the type json_schema, got none')
-        return StructuredOutput(json=form.json_schema, whitespace_pattern=space)
+        if form.type == "json_object" and form.value is None:
+            return StructuredOutput(json_object=True, whitespace_pattern=space)
+        schema = form.value if form.json_schema is None else form.json_schema.json_schema
+        if schema is None:
+            expected = '{"value": ...}' if form.type == "json" else '{"json_schema": {"schema": ...}}'
+            raise ValueError(f"expected {expected} beside the type {form.type}, got none")
+        return StructuredOutput(json=schema, whitespace_pattern=space)
     except (TypeError, ValueError) as error:
         raise ApiError(400, f"{name}: {error}", param=name) from None

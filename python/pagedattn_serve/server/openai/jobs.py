@@ -4,8 +4,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,25 +59,47 @@ class Job:
 
 
 class RecentEnds:
-    """When the requests of the last minute ended: the speed of the queue."""
+    """When the requests of the last minute ended: the speed of the queue.
+
+    The minute is one in which there were requests: its clock stands still while there is none. Otherwise idle time
+    would look like slowness, and clients that stay away for long would make it longer.
+    """
 
     SECONDS = 60.0
 
     def __init__(self) -> None:
-        self._started = time.monotonic()
+        self._num_requests = 0
+        self._busy_seconds = 0.0  # of all times with requests that are over
+        self._busy_since = 0.0  # when the time with requests began that goes on, if one does
         self._times: deque[float] = deque(maxlen=10_000)
 
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Within, there is a request."""
+        if self._num_requests == 0:
+            self._busy_since = time.monotonic()
+        self._num_requests += 1
+        try:
+            yield
+        finally:
+            self._num_requests -= 1
+            if self._num_requests == 0:
+                self._busy_seconds += time.monotonic() - self._busy_since
+
     def add(self) -> None:
-        self._times.append(time.monotonic())
+        self._times.append(self._clock())
 
     def retry_after(self, num_waiting: int) -> int:
         """Seconds, 1 to 60, after which half of those that wait have left the queue, if all goes on as it does."""
-        now = time.monotonic()
+        now = self._clock()
         while self._times and self._times[0] < now - self.SECONDS:
             self._times.popleft()
-        observed = now - (self._times[0] if len(self._times) == self._times.maxlen else self._started)
+        observed = now - (self._times[0] if len(self._times) == self._times.maxlen else 0.0)
         seconds = num_waiting / 2 * min(self.SECONDS, observed) / max(len(self._times), 1)
         return math.ceil(min(max(seconds, 1.0), self.SECONDS))
+
+    def _clock(self) -> float:
+        return self._busy_seconds + (time.monotonic() - self._busy_since if self._num_requests else 0.0)
 
 
 class JobRunner:
@@ -123,7 +145,7 @@ class JobRunner:
         if job.params.prompt_logprobs is not None and text is not None:
             prompt["prompt"] = text  # so that the names of the prompt's tokens are pieces of this text
         is_finished = False
-        with self._metrics.watch() as see:
+        with self._recent_ends.request(), self._metrics.watch() as see:
 
             def forget_all() -> bool:
                 may_begin_anew = forget(place)

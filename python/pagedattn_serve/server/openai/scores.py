@@ -2,6 +2,7 @@
 reranker says of each pair. Both have all the paths and names that vLLM knows them by."""
 
 import asyncio
+import math
 from functools import partial
 from typing import Annotated, Any, Literal, NotRequired, Self
 
@@ -33,20 +34,32 @@ router = APIRouter()
 # Of the texts of a score, in pairs.
 NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 FIRST_NAMES, SECOND_NAMES = (tuple(dict.fromkeys(names)) for names in zip(*NAMES, strict=True))
+DOCUMENTS_OF_A_UNIT = 100  # Cohere bills search units, each a query with so many documents
+
+
+class ScoringBody(PoolingBody):
+    """What both requests share."""
+
+    max_tokens_per_query: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="the first tokens of a query, or first text, so many of them; 0: all"
+    )
+    max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="the first tokens of a document, or second text, so many of them; 0: all"
+    )
 
 
 class Document(Body):
     text: str
 
 
-class RerankRequest(PoolingBody):
+class RerankRequest(ScoringBody):
     query: str
     documents: Annotated[list[str | Document], Field(fail_fast=True)]
     top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="all documents if not given, or 0")
     return_documents: bool | None = Field(None, description="true if not given")
 
 
-class ScoreRequest(PoolingBody):
+class ScoreRequest(ScoringBody):
     text_1: str | Texts = Field(validation_alias=AliasChoices(*FIRST_NAMES))
     text_2: str | Texts = Field(validation_alias=AliasChoices(*SECOND_NAMES))
     _names: tuple[str, str] = PrivateAttr()  # that the request has for the two
@@ -83,6 +96,21 @@ class RerankResult(TypedDict):
     document: NotRequired[RankedText]
 
 
+class ApiVersion(TypedDict):
+    version: str
+
+
+class BilledUnits(TypedDict):
+    search_units: int
+
+
+class RerankMeta(TypedDict):
+    """What Cohere's answers have."""
+
+    api_version: ApiVersion
+    billed_units: BilledUnits
+
+
 class RerankResponse(TypedDict):
     """results: the best first."""
 
@@ -90,6 +118,7 @@ class RerankResponse(TypedDict):
     model: str
     usage: EmbeddingUsage
     results: list[RerankResult]
+    meta: RerankMeta
 
 
 class Score(TypedDict):
@@ -114,6 +143,7 @@ async def rerank(body: RerankRequest, request: Request, service: Annotated[Servi
     """Order documents by how well they fit a query."""
     service.check_model(body.model)
     texts = [each.text if isinstance(each, Document) else each for each in body.documents]
+    check_number(len(texts), "documents")
     job, scores = await _score("rerank-", {"query": [body.query], "documents": texts}, body, request, service)
     results = []
     for index in sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n or None]:
@@ -121,7 +151,14 @@ async def rerank(body: RerankRequest, request: Request, service: Annotated[Servi
         if body.return_documents is not False:
             result["document"] = {"text": texts[index]}
         results.append(result)
-    response: RerankResponse = {"id": job.request_id, "model": job.model, "usage": usage_of(job), "results": results}
+    search_units = math.ceil(len(texts) / DOCUMENTS_OF_A_UNIT)
+    response: RerankResponse = {
+        "id": job.request_id,
+        "model": job.model,
+        "usage": usage_of(job),
+        "results": results,
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": search_units}},
+    }
     return JSONResponse(response)
 
 
@@ -149,14 +186,17 @@ async def score(body: ScoreRequest, request: Request, service: Annotated[Service
 
 
 async def _score(
-    id_prefix: str, texts: dict[str, list[str]], body: PoolingBody, request: Request, service: Service
+    id_prefix: str, texts: dict[str, list[str]], body: ScoringBody, request: Request, service: Service
 ) -> tuple[Job, list[float]]:
     """texts: of two fields, the first of which has one text or as many as the second. Returns a score for each of the
     second. Raises ApiError."""
     (first, firsts), (second, seconds) = texts.items()
     times = len(seconds) // len(firsts)
+    firsts = await _cut(firsts, body.max_tokens_per_query, service, first)
+    seconds = await _cut(seconds, body.max_tokens_per_doc, service, second)
     if service.scores_pairs:
-        firsts, seconds = (checked_texts(each, body, service, name) for name, each in texts.items())
+        firsts = checked_texts(firsts, body, service, first)
+        seconds = checked_texts(seconds, body, service, second)
         take = partial(kept, body=body, service=service, param=second)
         token_ids = await service.tokenize_pairs(firsts * times, seconds, second, take)
         prompts = [PromptTokens(None, each) for each in token_ids]
@@ -170,6 +210,21 @@ async def _score(
         return [cosine(_embedding(a), _embedding(b)) for a, b in zip(of_firsts, of_seconds, strict=True)]
 
     return job, await asyncio.to_thread(scores)
+
+
+async def _cut(texts: list[str], most: int | None, service: Service, param: str) -> list[str]:
+    """The texts; of a text with more than `most` tokens, the text of its first ones. The special tokens that the
+    tokenizer adds to a text do not count. None, 0, and more tokens than the model takes cut nothing. Raises ApiError,
+    which names the field."""
+    if not most or most > service.max_model_len:
+        return texts
+    texts = [text[: service.max_characters] for text in texts]  # no model takes tokens of more characters
+    token_ids = await service.tokenize(texts, False, param, lambda each: each[: most + 1])
+    beginnings = await service.detokenize([each[:most] for each in token_ids], param)
+    return [
+        text if len(each) <= most else beginning.rstrip("\ufffd")  # which stands for a part of a character
+        for text, each, beginning in zip(texts, token_ids, beginnings, strict=True)
+    ]
 
 
 def _embedding(output: RequestOutput) -> list[float]:

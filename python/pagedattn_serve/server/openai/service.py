@@ -23,7 +23,7 @@ from pagedattn_serve.server.openai.errors import engine_error
 from pagedattn_serve.server.openai.fields import SamplingBody, form_field
 from pagedattn_serve.server.openai.jobs import Job, JobRunner, PromptTokens
 from pagedattn_serve.text.chat_template import render_chat, template_text
-from pagedattn_serve.text.detokenizer import IncrementalDetokenizer, TokenNames, num_tokens_within
+from pagedattn_serve.text.detokenizer import TokenNames, num_tokens_within
 from pagedattn_serve.text.infilling import infilling_of
 
 T = TypeVar("T")
@@ -150,8 +150,7 @@ class Service:
 
     def num_thought_tokens(self, job: Job, parser: OutputParser, token_ids: list[int]) -> int:
         """How many tokens of an output are of its thoughts. parser: has read all of its text. This may take long."""
-        skips = job.params.skip_special_tokens
-        detokenizer = IncrementalDetokenizer(self.tokenizer, job.prompts[0].token_ids, skip_special_tokens=skips)
+        detokenizer = self.token_names.detokenizer(job.prompts[0].token_ids, job.params.skip_special_tokens)
         return num_tokens_within(parser.thoughts, detokenizer, token_ids)
 
     def truncate(self, prompt: PromptTokens, body: SamplingBody, max_tokens: int | None) -> PromptTokens:

@@ -98,6 +98,15 @@ def test_refused_and_failed_requests_have_an_id() -> None:
     assert request(make_app(), "/v1/nothing").headers["x-request-id"]
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/nothing", "/v1/who"])
+def test_anthropics_clients_find_the_id_by_another_name(path: str) -> None:
+    """Of errors, too, wherever they come from; other clients do not get the second name."""
+    for options in ({}, {"api_keys": KEYS}):
+        headers = request(make_app(**options), path).headers
+        expected = headers["x-request-id"] if path.startswith("/v1/messages") else None
+        assert headers.get("request-id") == expected
+
+
 # --- names ---
 
 NAMES = ("Box.example", "FD00::1", "[fd00::2]")
@@ -428,7 +437,7 @@ def test_pages_of_allowed_origins_may_ask(method: str) -> None:
     for headers, status in ((PAGE | key, 200), (PAGE, 401)):
         response = request(app, "/v1/echo", headers=headers)
         assert response.status_code == status and response.headers["access-control-allow-origin"] == PAGE["Origin"]
-        assert "x-request-id" in response.headers["access-control-expose-headers"]
+        assert "x-request-id, request-id" in response.headers["access-control-expose-headers"]
     other = {"Origin": "https://other.example"}
     assert request(app, "/v1/echo", "OPTIONS", headers=other | asking).status_code == 400
     assert "access-control-allow-origin" not in request(app, "/v1/echo", headers=other | key).headers

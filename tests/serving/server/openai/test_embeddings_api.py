@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -89,6 +90,8 @@ def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
         (RERANK, {"query": "a", "documents": ["b", ""]}, "documents", "documents: expected one token at least"),
         (RERANK, {"query": "", "documents": ["b"]}, "query", "query: expected one token at least"),
         (RERANK, {"query": "a", "documents": ["b"], "top_n": -1}, "top_n", "top_n: expected a number >= 0, got -1"),
+        (RERANK, {"query": "a", "documents": ["b"], "max_tokens_per_doc": -1}, "max_tokens_per_doc", ">= 0, got -1"),
+        (RERANK, {"query": "a", "documents": ["b"] * 2049, "max_tokens_per_doc": 1}, "documents", "1 to 2,048 inputs"),
         (SCORE, {"text_1": ["a", "b"], "text_2": "c"}, "text_1", "text_1: expected one text, or 1 as in text_2, got 2"),
         (SCORE, {"text_1": [], "text_2": []}, "text_2", "text_2: expected 1 to 2,048 inputs, got 0"),
         (SCORE, {"text_1": "a", "text_2": 5}, "text_2", "text_2: expected a string or a list of strings, got 5"),
@@ -136,6 +139,7 @@ def test_documents_in_the_order_of_their_scores(embedder: Any, llm: LLM) -> None
     num_tokens = sum(len(llm.llm_engine.tokenize(text)) for text in TEXTS)
     assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     assert answer["id"].startswith("rerank-")
+    assert answer["meta"] == {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
     answer = embedder.answer(RERANK, query=TEXTS[0], documents=documents, top_n=2, return_documents=False)
     assert answer["results"] == [{"index": i, "relevance_score": scores[i]} for i in best[:2]]
 
@@ -178,6 +182,42 @@ def test_the_first_tokens_of_a_text(embedder: Any, llm: LLM, most: int) -> None:
         assert scored["score"] == cosine(a, of_text)
     for path, fields in ((RERANK, {"query": text, "documents": ["end"]}), (SCORE, {"text_1": "a", "text_2": text})):
         assert embedder.error(path, **fields)[0] == 400
+
+
+LONG = "the cat and the hat sat on the mat; "  # more than five tokens, the first of which are whole words
+
+
+def cut(engine: LLMEngine, text: str, most: int) -> str:
+    return engine.detokenize(engine.tokenize(text)[:most])
+
+
+def test_the_first_tokens_of_queries_and_documents(embedder: Any, llm: LLM) -> None:
+    """Each on its own; also of a text that could keep the tokenizer for long. A text that is as short stays as it is,
+    and a character is left out whose last tokens are cut off."""
+    engine, long = llm.llm_engine, LONG * 10_000
+    short, emoji = cut(engine, LONG, 4), "cat \N{GRINNING FACE}"
+    assert len(engine.tokenize(emoji)) - len(engine.tokenize("cat ")) == 4  # tokens of one character
+    documents = [long, short, emoji]
+    of_query = cut(engine, LONG, 5)
+    for most, kept in (
+        (4, [short, short, "cat "]),
+        (len(engine.tokenize(emoji)), [cut(engine, LONG, 6), short, emoji]),
+    ):
+        limits = {"max_tokens_per_query": 5, "max_tokens_per_doc": most}
+        answer = embedder.answer(RERANK, query=long, documents=documents, return_documents=False, **limits)
+        found = {each["index"]: each["relevance_score"] for each in answer["results"]}
+        scores = [each.outputs.score for each in llm.score(of_query, kept, use_tqdm=False)]
+        assert found == dict(enumerate(scores))
+        answer = embedder.answer(SCORE, text_1=long, text_2=documents, **limits)
+        assert [each["score"] for each in answer["data"]] == scores
+    assert answer["usage"]["prompt_tokens"] == sum(len(engine.tokenize(each)) for each in (of_query, *kept))
+    for most in (0, MAX_LEN + 1):  # as without it
+        limits = {"max_tokens_per_query": most, "max_tokens_per_doc": most}
+        assert embedder.answer(RERANK, query=LONG, documents=documents[1:], **limits) == {
+            **embedder.answer(RERANK, query=LONG, documents=documents[1:]),
+            "id": ANY,
+        }
+        assert embedder.error(RERANK, query=LONG, documents=documents, **limits)[:2] == (400, "documents")
 
 
 @pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
@@ -231,6 +271,13 @@ def test_a_reranker(tmp_path: Path, serve: Callable[..., AbstractContextManager[
             [result] = client.answer(RERANK, query="a" * 90, documents=["b" * 90], **options)["results"]
             expected = reference_scores_of_ids(tmp_path, [kept]).sigmoid().item()
             assert result["relevance_score"] == pytest.approx(expected, abs=1e-5)
+        limits = {"max_tokens_per_query": 5, "max_tokens_per_doc": 4}
+        answer = client.answer(RERANK, query=LONG, documents=[LONG * 9, "end"], **limits)
+        pairs = [cut(engine, LONG, 5)] * 2, [cut(engine, LONG, 4), "end"]
+        expected = reference_scores(tmp_path, *pairs).sigmoid().tolist()
+        found = {each["index"]: each["relevance_score"] for each in answer["results"]}
+        assert found == pytest.approx(dict(enumerate(expected)), abs=1e-5)
+        assert {each["index"]: each["document"]["text"] for each in answer["results"]} == {0: LONG * 9, 1: "end"}
 
 
 def test_embeddings_of_a_model_that_generates(demo: Any) -> None:

@@ -70,6 +70,13 @@ def test_the_other_forms(demo: Any, path: str) -> None:
     assert texts(demo, path, guided_grammar=grammar, structured_outputs={"grammar": grammar}) == ["ab"]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("kind", "name"), [("json_object", "value"), ("json", "value"), ("json_object", "schema")])
+def test_a_schema_beside_another_type(demo: Any, path: str, kind: str, name: str) -> None:
+    """As TGI has it, now and before; as llama.cpp and Together have it. Catches a schema that is not looked at."""
+    assert texts(demo, path, response_format={"type": kind, name: {"const": 5}}) == ["5"]
+
+
 def test_any_object(demo: Any) -> None:
     choices = demo.answer(COMPLETIONS, prompt="A class", response_format={"type": "json_object"}, n=8, seed=2)[
         "choices"
@@ -99,6 +106,10 @@ def test_any_object(demo: Any) -> None:
         ({"response_format": {"type": "json_object", "triggers": ["<"]}}, "response_format"),
         ({"response_format": {"type": "json_object", "format": {"type": "any_text"}}}, "response_format"),
         ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "response_format"),
+        ({"response_format": {"type": "text", "value": {}}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}}, "response_format"),
+        ({"response_format": {"type": "json"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "value": {"type": 5}}}, "response_format"),
         ({"response_format": {"type": "structural_tag", "format": {"type": "json_schema"}}}, "response_format"),
         ({"guided_choice": ["a"], "use_beam_search": True, "n": 2}, "use_beam_search"),
         ({"guided_regex": "a", "guided_whitespace_pattern": ""}, "guided_whitespace_pattern"),

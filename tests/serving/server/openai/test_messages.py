@@ -62,7 +62,7 @@ def error(response: Any) -> tuple[int, str, str]:
         "error",
         {"type", "message"},
     )
-    assert body["request_id"] == response.headers["x-request-id"]
+    assert body["request_id"] == response.headers["x-request-id"] == response.headers["request-id"]
     return response.status_code, body["error"]["type"], body["error"]["message"]
 
 

@@ -349,14 +349,37 @@ def test_retry_after_follows_the_speed_of_the_queue(monkeypatch: pytest.MonkeyPa
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     ends = RecentEnds()
-    assert ends.retry_after(100) == 1  # nothing is known yet
-    for i in range(20):  # two each second
-        now = 1000.5 + i / 2
-        ends.add()
-    assert ends.retry_after(100) == 25
-    now += 30
-    assert ends.retry_after(100) == 60 and ends.retry_after(2) == 2
-    now += 31
-    for _ in range(300):  # five each second
-        ends.add()
-    assert ends.retry_after(100) == 10 and ends.retry_after(1) == 1
+    with ends.request():
+        assert ends.retry_after(100) == 1  # nothing is known yet
+        for i in range(20):  # two each second
+            now = 1000.5 + i / 2
+            ends.add()
+        assert ends.retry_after(100) == 25
+        now += 30
+        assert ends.retry_after(100) == 60 and ends.retry_after(2) == 2
+        now += 31
+        for _ in range(300):  # five each second
+            ends.add()
+        assert ends.retry_after(100) == 10 and ends.retry_after(1) == 1
+
+
+def test_retry_after_leaves_out_the_time_without_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first request, and between requests: clients that stay away do not make the queue look slow."""
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def end(place: int, num_tokens: int) -> RequestOutput | Exception | None:
+        nonlocal now
+        now += 0.25
+        if place == 2:
+            return EngineBusyError("full")
+        return output(1, "stop") if num_tokens == 8 else None
+
+    jobs = FakeEngine(end).jobs()  # max_waiting is 8
+    for _ in range(5):  # of two requests in four seconds
+        now += 100
+        asyncio.run(jobs.outputs(job(2)))
+    now += 100
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(jobs.outputs(job(3)))
+    assert caught.value.headers == {"Retry-After": "9"}  # half of 8, of which each takes two seconds, and a bit

@@ -120,7 +120,7 @@ def test_a_stream_adds_up_to_the_whole(tools: Any) -> None:
     ids=["named", "allowed", "one call"],
 )  # fmt: skip
 def test_which_calls(tools: Any, fields: dict[str, Any], names: set[str]) -> None:
-    answer = ask(tools, tools=TOOLS, n=5, **fields, **WITHOUT_THOUGHT)
+    answer = ask(tools, tools=TOOLS, n=8, **fields, **WITHOUT_THOUGHT)
     calls = [calls_of(choice) for choice in answer["choices"]]
     assert {name for each in calls for name, _ in each} == names
     is_single = "allowed_tools" not in json.dumps(fields)
