@@ -115,8 +115,10 @@ class Source:
 
     def text_until(self, *tags: str) -> Reader[tuple[str, str | None]]:
         """The text up to the first tag, and the tag as of `read_until`."""
-        found = re.compile("|".join(map(re.escape, tags)))
-        while not (match := found.search(self.text)):
+        found, longest = re.compile("|".join(map(re.escape, tags))), max(map(len, tags))
+        begin = 0
+        while not (match := found.search(self.text, begin)):
+            begin = max(0, len(self.text) - longest + 1)
             if not (yield from self.more()):
                 return self.take(len(self.text)), None
         return self.take(match.start()), self.take(len(match[0]))

@@ -5,6 +5,7 @@ that begins alike makes the beginning worth keeping. It is kept from then on, an
 it outlives an end of the process that nobody saw coming.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable
 
 STORED = -2  # in a table that is not a sequence's yet, in the place of a block that lies on disk
@@ -20,7 +21,9 @@ class KeptBlocks:
     def __init__(self) -> None:
         self.stored: Container[bytes] = ()
         self.is_on = False
-        self._wanted: dict[bytes, None] = {}  # in the order in which they came: a block is worth nothing without others
+        # In the order in which they came: a block is worth nothing without others. (A dictionary looks for its first key
+        # wherever keys were taken before.)
+        self._wanted: OrderedDict[bytes, None] = OrderedDict()
 
     def turn_on(self, stored: Container[bytes]) -> None:
         """From now on, blocks are stored."""
@@ -38,8 +41,7 @@ class KeptBlocks:
         """
         taken: list[tuple[bytes, int]] = []
         while self._wanted and len(taken) < at_most:
-            key = next(iter(self._wanted))
-            del self._wanted[key]
+            key, _ = self._wanted.popitem(last=False)
             block = find(key)
             if block is not None and key not in self.stored:
                 taken.append((key, block))

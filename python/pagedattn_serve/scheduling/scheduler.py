@@ -560,7 +560,8 @@ class Scheduler:
             insort(self._short_waiting, group, key=_order)
 
     def _leave_queue(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        self._queue_of(status).remove(group)
+        queue = self._queue_of(status)
+        del queue[bisect_left(queue, group.order, key=_order)]
         if status is SequenceStatus.WAITING:
             place = bisect_left(self._short_waiting, group.order, key=_order)
             if self._short_waiting[place : place + 1] == [group]:

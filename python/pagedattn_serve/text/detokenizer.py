@@ -12,6 +12,8 @@ from typing import Any, Protocol, Self
 
 # Enough of the prompt for a tokenizer to decide whether the first new token starts with a space.
 NUM_CONTEXT_TOKENS = 6
+# More tokens than a character has. Many more, as U+FFFD is a character itself, which a text may have several times.
+MAX_HELD_BACK = 32
 REPLACEMENT = "\ufffd"
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 # Decoders for which a token adds the same amid any text. Strip takes spaces from the beginning of a text.
@@ -27,13 +29,13 @@ class IncrementalDetokenizer:
 
     The text of a token can depend on the tokens before it (spaces), and can be incomplete without the tokens after it
     (several tokens with the bytes of one character). So text is decoded from a few tokens back. It is held back while
-    it ends in a replacement character.
+    it ends in a replacement character, but not for more tokens than a character can have.
 
     additions: what tokens add amid any text, as far as it is known, which saves the decoding. More is written there as
         it gets known. None if what a token adds depends on the tokens before it.
     """
 
-    __slots__ = ("_additions", "_context_begin", "_decode", "_given_out", "_token_ids", "skips_special_tokens", "text")
+    __slots__ = ("_additions", "_decode", "_follows_text", "_given_out", "_token_ids", "skips_special_tokens", "text")
 
     def __init__(
         self,
@@ -47,9 +49,9 @@ class IncrementalDetokenizer:
         self._additions = additions
         self.skips_special_tokens = skip_special_tokens
         self._decode = _decoder(tokenizer, skip_special_tokens)
-        self._token_ids = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
-        self._context_begin = 0  # text is decoded from here
+        self._token_ids = prompt_token_ids[-NUM_CONTEXT_TOKENS:]  # the last ones, from which on text is decoded
         self._given_out = len(self._token_ids)  # tokens whose text is in `text`, or in the prompt
+        self._follows_text = False  # whether these tokens are known to end with text
 
     def fork(self) -> Self:
         """One with the same text so far, which goes on by itself."""
@@ -61,17 +63,25 @@ class IncrementalDetokenizer:
         """Append a token's text to `text`, unless it ends within a character."""
         token_ids, given_out = self._token_ids, self._given_out
         # As `is_amid_text`, which looks into the prompt besides.
-        additions = self._additions if self._context_begin > 0 and given_out == len(token_ids) else None
+        additions = self._additions if self._follows_text and given_out == len(token_ids) else None
         token_ids.append(token_id)
         addition = None if additions is None else additions.get(token_id)
+        follows_text = True
         if addition is None:
             addition = self._pending_text()
-            if not addition or addition.endswith(REPLACEMENT):
+            # The decoder leaves out some tokens wherever they stand, but a space only where a text begins.
+            if not addition and not self._decode([token_id, token_id]):
+                token_ids.pop()
                 return
-            if additions is not None:
+            if not addition or addition.endswith(REPLACEMENT):
+                if len(token_ids) - given_out < MAX_HELD_BACK:
+                    return
+                follows_text = False
+            elif additions is not None:
                 additions[token_id] = addition
         self.text += addition
-        self._context_begin, self._given_out = given_out, len(token_ids)
+        del token_ids[:given_out]
+        self._given_out, self._follows_text = len(token_ids), follows_text
 
     def finish(self) -> str:
         """Give out what was held back, and return it: no more tokens will complete it."""
@@ -85,7 +95,7 @@ class IncrementalDetokenizer:
         """Whether there is text before the next token, and no part of a character is held back."""
         if self._given_out < len(self._token_ids):
             return False
-        if self._context_begin > 0:  # the tokens from there on have added text
+        if self._follows_text:
             return True
         before = self._decode(self._token_ids)
         return bool(before) and not before.endswith(REPLACEMENT)
@@ -93,12 +103,13 @@ class IncrementalDetokenizer:
     def addition(self, token_id: int) -> str:
         """What `add` would append to `text` for this token."""
         trial = self.fork()  # an interrupt leaves this detokenizer, which many outputs may share, as it is
+        trial.text = ""
         trial.add(token_id)
-        return trial.text[len(self.text) :]
+        return trial.text
 
     def _pending_text(self) -> str:
-        before = self._decode(self._token_ids[self._context_begin : self._given_out])
-        after = self._decode(self._token_ids[self._context_begin :])
+        before = self._decode(self._token_ids[: self._given_out])
+        after = self._decode(self._token_ids)
         if REPLACEMENT in after:
             # With one invalid byte token, every token of its run decodes to a replacement character, even the tokens
             # before it whose text was given out already. The text of the new tokens alone does not repeat that text.

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tool_functions import FUNCTIONS
 
+from pagedattn_serve.output_parsing import source as source_module
 from pagedattn_serve.output_parsing.events import Call, ParsedOutput, is_whole
 from pagedattn_serve.output_parsing.output_format import output_format
 from pagedattn_serve.output_parsing.parser import OutputParser, parse
+from pagedattn_serve.output_parsing.source import Source
 from pagedattn_serve.output_parsing.tool_format import ToolUse
 
 PARIS = {"city": "Paris"}
@@ -278,6 +281,34 @@ def test_a_thought(name: str, prompt: str, text: str, reasoning: str, content: s
         assert in_pieces(parser, [text[:cut], text[cut:]]) == expected
         thoughts = [text[begin:end] for begin, end in parser.thoughts]
         assert "\n".join(map(str.strip, thoughts)) == reasoning.replace(" \n", "\n")
+
+
+def test_a_long_text_before_a_mark_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again at each piece that comes."""
+    num_searched = 0
+
+    class Watched:
+        def __init__(self, pattern: str) -> None:
+            self._search = re.compile(pattern).search
+
+        def search(self, text: str, begin: int = 0) -> re.Match[str] | None:
+            nonlocal num_searched
+            num_searched += len(text) - begin
+            return self._search(text, begin)
+
+    monkeypatch.setattr(source_module, "re", SimpleNamespace(compile=Watched, escape=re.escape))
+    source = Source()
+    reader = source.text_until("<end>", "|")
+    text = "a <en" * 1000
+    for piece in (*text, *"<end"):
+        assert next(reader) is None
+        source.text += piece
+    assert next(reader) is None
+    source.text += "> b"
+    with pytest.raises(StopIteration) as end:
+        next(reader)
+    assert end.value.value == (text, "<end>") and source.text == " b"
+    assert num_searched < 10 * len(text)
 
 
 def test_thoughts_have_all_between_their_tags() -> None:

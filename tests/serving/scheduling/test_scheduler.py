@@ -181,6 +181,29 @@ def test_abort() -> None:
     assert engine.scheduler.abort(a.request_id) is None and engine.scheduler.abort("unknown") is None
 
 
+def test_a_group_that_leaves_the_queue_is_not_compared_with_those_before_it() -> None:
+    num_compared = 0
+
+    class Watched(SequenceGroup):
+        __hash__ = SequenceGroup.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return self is other
+
+    scheduler = make_engine().scheduler
+    groups = [Watched(str(i), [1], SequenceRules(), 0.0) for i in range(100)]
+    for group in groups:
+        scheduler.add(group)
+    num_compared = 0
+    for i in (98, 50):
+        scheduler.abort(str(i))
+        del groups[i]
+    assert num_compared == 0
+    assert [each.request_id for each in scheduler.waiting] == [each.request_id for each in groups]
+
+
 def test_restart() -> None:
     """Those named wait anew, in order and without blocks; the others are forgotten."""
     engine = make_engine(num_blocks=8, max_model_len=48, num_host_blocks=8)

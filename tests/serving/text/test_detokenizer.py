@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from pagedattn_serve.text.detokenizer import REPLACEMENT, IncrementalDetokenizer, TokenNames, num_tokens_within
+from pagedattn_serve.text.detokenizer import (
+    MAX_HELD_BACK,
+    REPLACEMENT,
+    IncrementalDetokenizer,
+    TokenNames,
+    num_tokens_within,
+)
 from pagedattn_serve.text.detokenizer import Tokenizer as DecodingTokenizer
 
 TOKENS = st.integers(0, TOKENIZER_SIZE - 1)
@@ -29,6 +35,16 @@ class Slow:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         assert skip_special_tokens and not clean_up_tokenization_spaces
         return self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Watched(Slow):
+    """Counts the tokens that it decodes."""
+
+    num_tokens = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        self.num_tokens += len(token_ids)
+        return super().decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Shouting(PreTrainedTokenizerFast):
@@ -197,6 +213,71 @@ def test_special_tokens_are_skipped(tokenizer: PreTrainedTokenizerBase) -> None:
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     assert stream(tokenizer, [bos, a], [eos, a, bos, bos, b, eos])[-1] == "ab"
     assert stream(tokenizer, [], [eos]) == ["", "", ""]
+
+
+@pytest.mark.parametrize("num_ends", [1, 7, 100])
+def test_special_tokens_where_the_first_space_is_dropped(metaspace: PreTrainedTokenizerBase, num_ends: int) -> None:
+    """The text after them has its space, and a text that begins with them has none."""
+    bos, eos, space, the = metaspace.convert_tokens_to_ids(["<s>", "</s>", "▁", "▁the"])
+    ends = [eos] * num_ends
+    for prompt in ([], [bos]):
+        for output in ([the, *ends, the], [*ends, the, the], [space, *ends, the], [*ends, space, the, *ends, the]):
+            text = metaspace.decode([*prompt, *output], skip_special_tokens=True)
+            assert text in ("the the", " the", " the the")
+            assert stream(metaspace, prompt, output)[-1] == text
+
+
+def test_bytes_that_become_no_character(tokenizer: PreTrainedTokenizerBase, metaspace: PreTrainedTokenizerBase) -> None:
+    """They are given out, some at a time, and the text after them is whole."""
+    broken = tokenizer("é").input_ids[0], metaspace.convert_tokens_to_ids("<0xC3>")
+    for each, byte in zip((tokenizer, metaspace), broken, strict=True):
+        a, *rest = each("a the é").input_ids
+        detokenizer = IncrementalDetokenizer(each, [a])
+        for num_bytes in range(1, 201):
+            detokenizer.add(byte)
+            assert num_bytes - MAX_HELD_BACK < len(detokenizer.text) <= num_bytes
+        for token_id in rest:
+            detokenizer.add(token_id)
+        assert each.decode([a]) + detokenizer.text == each.decode([a, *[byte] * 200, *rest])
+
+
+@given(output=st.lists(st.sampled_from(["é", "€", "🙂", "the"]) | TOKENS, min_size=40, max_size=120))
+def test_characters_amid_broken_bytes(tokenizer: PreTrainedTokenizerBase, output: list[str | int]) -> None:
+    """However long no character ends, each one is there afterwards."""
+    token_ids = [i for each in output for i in ([each] if isinstance(each, int) else tokenizer(each).input_ids)]
+    detokenizer = TokenNames(tokenizer).detokenizer([], skip_special_tokens=True)
+    for token_id in token_ids:
+        detokenizer.add(token_id)
+    detokenizer.finish()
+    full = tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert detokenizer.text.replace(REPLACEMENT, "") == full.replace(REPLACEMENT, "")
+
+
+def test_no_output_learns_from_broken_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
+    """What the second byte of a character adds after a first byte that was given out."""
+    names, [a], [first, second] = TokenNames(tokenizer), tokenizer("a").input_ids, tokenizer("é").input_ids
+    broken, other = (names.detokenizer([a], skip_special_tokens=True) for _ in range(2))
+    for token_id in [*[first] * MAX_HELD_BACK, second]:
+        broken.add(token_id)
+    assert broken.text.endswith(REPLACEMENT + "é")
+    for token_id in (a, second, a):
+        other.add(token_id)
+    assert other.text == f"a{REPLACEMENT}a"
+
+
+def test_tokens_without_text_cost_no_more_the_more_there_are(tokenizer: PreTrainedTokenizerBase) -> None:
+    a, byte = tokenizer("a").input_ids[0], tokenizer("é").input_ids[0]
+    for without_text in ([tokenizer.eos_token_id], [byte], [byte, tokenizer.eos_token_id]):
+        watched = Watched(tokenizer)
+        detokenizer = IncrementalDetokenizer(watched, [a])
+        nums_tokens = []
+        for _ in range(2):
+            watched.num_tokens = 0
+            for _ in range(10 * MAX_HELD_BACK):
+                for token_id in without_text:
+                    detokenizer.add(token_id)
+            nums_tokens.append(watched.num_tokens)
+        assert nums_tokens[1] < 1.1 * nums_tokens[0], without_text
 
 
 @given(prompt=st.lists(TOKENS, max_size=12), output=st.lists(TOKENS, max_size=30))
