@@ -137,7 +137,7 @@ class Sampler:
         if processed := [i for i, each in enumerate(params) if each.logits_processors]:
             logits = _without_infinity(logits, _to_device(processed, torch.int64, device))
         temperature = _to_device([max(each.temperature, _SMALLEST) for each in params], torch.float32, device)
-        seed, offset, subsequence = _to_device(self._numbers(rows), torch.int64, device)
+        seed, offset, subsequence = (_to_device(each, torch.int64, device) for each in self._numbers(rows))
         least = top_k = top_p = None
         if any(each.min_p > 0 for each in params):
             log_min_p = [math.log(each.min_p) if each.min_p > 0 else -math.inf for each in params]
@@ -162,14 +162,14 @@ class Sampler:
             drawn.append(tokens)
         return torch.cat(drawn).long()
 
-    def _numbers(self, rows: list[SamplingState]) -> list[list[int]]:
+    def _numbers(self, rows: list[SamplingState]) -> tuple[list[int], list[int], list[int]]:
         """The seed, the offset and the subsequence of each row's random number. A number is made afresh for each token:
         there is nothing to keep, so nothing that a preemption could lose."""
         seeds = torch.empty(len(rows), dtype=torch.int64, device="cpu").random_(generator=self._generator).tolist()
         for i, row in enumerate(rows):
             if (seed := row.sampling_params.seed) is not None:
                 seeds[i] = (seed + 2**63) % 2**64 - 2**63  # the same bits, with a sign
-        return [seeds, [len(row.output_token_ids) for row in rows], [row.index for row in rows]]
+        return seeds, [len(row.output_token_ids) for row in rows], [row.index for row in rows]
 
 
 class _LogprobsOfRows:

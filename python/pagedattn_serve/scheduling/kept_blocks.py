@@ -21,8 +21,8 @@ class KeptBlocks:
     def __init__(self) -> None:
         self.stored: Container[bytes] = ()
         self.is_on = False
-        # In the order in which they came: a block is worth nothing without others. (A dictionary looks for its first key
-        # wherever keys were taken before.)
+        # In the order in which they came: a block is worth nothing without others. (A dictionary looks for its first
+        # key wherever keys were taken before.)
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
 
     def turn_on(self, stored: Container[bytes]) -> None:

@@ -227,5 +227,6 @@ def _ints(op: str, name: str, value: Tensor | int | None, device: torch.device) 
 
 def _seeds(op: str, name: str, value: Tensor | int | None, device: torch.device) -> Tensor | None:
     """The same for integers of 64 bits with a sign or without: the bits count."""
-    is_unsigned = isinstance(value, int) and 2**63 <= value < 2**64
-    return _ints(op, name, value - 2**64 if is_unsigned else value, device)
+    if isinstance(value, int) and 2**63 <= value < 2**64:
+        value -= 2**64
+    return _ints(op, name, value, device)
