@@ -57,11 +57,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    torch.set_num_threads(item.config.getoption("threads"))
-
-
 @pytest.fixture
 def several_threads() -> None:
     """For a test whose tensors are large enough that the op splits its work."""
@@ -169,7 +164,9 @@ def freeze_what_was_imported() -> None:
 LAUNCHES_BEFORE = pytest.StashKey[int]()
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    torch.set_num_threads(item.config.getoption("threads"))
     OPS.select(item.callspec.params.get("device", "cpu") if hasattr(item, "callspec") else "cpu")
     if OPS.namespace == "pagedattn_simt":
         item.stash[LAUNCHES_BEFORE] = num_simt_launches()

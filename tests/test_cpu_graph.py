@@ -426,7 +426,7 @@ MAY_BE_INT64 = (
 )
 MAY_BE_INT64 += ("batch_indices", "block_start_loc", "last_block_lens", "first_blocks", "end_blocks", "left_padding")
 MAY_BE_INT64 += ("state_indices", "offsets", "cached_lens", "rotary_lens")
-HOLDS_ANY_BITS = ("bitmask", "seed", "offset", "out", "num_accepted", "num_emitted")
+HOLDS_ANY_BITS = ("bitmask", "seed", "offset", "subsequence", "out", "num_accepted", "num_emitted")
 
 
 def wrong_values() -> Iterator[tuple[str, str, torch.dtype, int, float]]:
