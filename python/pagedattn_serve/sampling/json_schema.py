@@ -150,16 +150,30 @@ def _empty_the_impossible(root: dict[str, Any]) -> None:
     """Make each schema that no finite value follows an empty enum, which llguidance takes as a choice or a property
     that cannot be. No value follows `not: {}`, which is zod's never. No finite value follows references that demand a
     value within itself. Raises ValueError if the root is such a schema."""
-    left = list(_schemas(root))
-    has_never = any(map(_is_never, left))
-    impossible = {id(schema) for schema in left}  # until it shows that a finite value may follow
-    before = len(left) + 1
-    while len(left) < before:  # in both directions, as a chain of references may go either way
-        before = len(left)
-        left = [schema for schema in reversed(left) if not _is_possible(schema, root, impossible)]
+    schemas = list(_schemas(root))
+    has_never = any(map(_is_never, schemas))
+    impossible = {id(schema): schema for schema in schemas}  # until it shows that a finite value may follow
+    unmet: dict[int, set[int]] = {}  # of each schema, the places of its demands that are not met yet
+    waiting: dict[int, list[tuple[int, int]]] = {key: [] for key in impossible}  # which demands each schema may meet
+    for key, schema in impossible.items():
+        unmet[key] = set()
+        for place, choices in enumerate(_demands(schema, root)):
+            if all(id(each) in impossible for each in choices):  # any value follows what is no schema
+                unmet[key].add(place)
+                for each in choices:
+                    waiting[id(each)].append((key, place))
+    possible = [key for key, places in unmet.items() if not places]
+    while possible:  # each schema comes once, whatever the order is in which references lead to schemas
+        found = possible.pop()
+        del impossible[found]
+        for key, place in waiting[found]:
+            if place in unmet[key]:
+                unmet[key].remove(place)
+                if not unmet[key]:
+                    possible.append(key)
     if id(root) in impossible:
         raise ValueError("not: {}, which no value follows" if has_never else "$ref to what holds itself without end")
-    for schema in left:
+    for schema in impossible.values():
         schema.clear()
         schema["enum"] = []
 
@@ -168,17 +182,14 @@ def _is_never(schema: dict[str, Any]) -> bool:
     return "not" in schema and (schema["not"] == {} or schema["not"] is True)
 
 
-def _is_possible(schema: dict[str, Any], root: dict[str, Any], impossible: set[int]) -> bool:
-    """Whether nothing that a value of this schema must have is in `impossible`; the schema then leaves it, too."""
-
-    def is_possible(other: Any) -> bool:
-        return id(other) not in impossible
+def _demands(schema: dict[str, Any], root: dict[str, Any]) -> list[list[Any]]:
+    """What a value of this schema must have: of each list, what one of its members describes."""
 
     def listed(key: str) -> list[Any]:
         return schema[key] if isinstance(schema.get(key), list) else []
 
     if _is_never(schema):
-        return False
+        return [[]]
     demanded = [_target(schema["$ref"], root)] if "$ref" in schema else []
     demanded += listed("allOf")
     kind = schema.get("type")
@@ -190,10 +201,7 @@ def _is_possible(schema: dict[str, Any], root: dict[str, Any], impossible: set[i
         if schema["minItems"] > len(prefix):
             demanded.append(schema.get("items"))
     choices = [listed(key) for key in ("anyOf", "oneOf") if listed(key)]
-    if all(map(is_possible, demanded)) and all(any(map(is_possible, each)) for each in choices):
-        impossible.discard(id(schema))
-        return True
-    return False
+    return [[each] for each in demanded] + choices
 
 
 def _rewrite(schema: dict[str, Any], root: dict[str, Any]) -> None:

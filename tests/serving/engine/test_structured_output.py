@@ -413,19 +413,6 @@ def test_what_no_output_can_be_held_to_is_refused_by_its_keyword(engine: LLMEngi
     assert not engine.has_unfinished_requests()
 
 
-def test_a_long_chain_of_references_takes_few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In either order. Catches a search that takes a pass for each reference."""
-    seen: list[object] = []
-    is_possible = json_schema._is_possible
-    monkeypatch.setattr(json_schema, "_is_possible", lambda *args: seen.append(args[0]) or is_possible(*args))
-    names = [f"a{i}" for i in range(300)]
-    for order in (names, names[::-1]):
-        definitions = {name: {"$ref": f"#/$defs/a{i + 1}"} for i, name in enumerate(names)} | {"a299": TEXT}
-        schema = {"$ref": "#/$defs/a0", "$defs": {name: definitions[name] for name in order}}
-        assert json.loads(json_schema.prepare(json.dumps(schema))) == schema
-    assert len(seen) <= 2 * 2 * 301
-
-
 def test_names_of_properties_repeat_no_large_schema() -> None:
     """Catches a schema of 100,000 characters that grows to gigabytes."""
     names = {"enum": [f"a{i}" for i in range(1000)]}
