@@ -12,6 +12,8 @@ from brute_force import HEAD_SIZE, attend, attend_all, rows, starts
 from checks import assert_close_to_reference, assert_same_bits
 from flashinfer_batch import HEADS, KV_HEADS, PAGE_SIZE, WORKSPACE, Batch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pagedattn_ext import flashinfer
 
@@ -188,6 +190,62 @@ def test_shared_workspace() -> None:
     decode.plan(**batch.plan)
     expected, _ = attend_all(q, batch.key, batch.value, causal=True)
     assert_close_to_reference(decode.run(torch.cat(q), batch.cache), expected)
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+class CountsMade(TorchDispatchMode):
+    """Within it, `elements` counts those of new tensors, but for memory that is left as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = op(*args, **kwargs or {})
+        if op is not torch.ops.aten.new_empty.default:
+            given = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+            made = [each for each in tree_leaves(results) if isinstance(each, Tensor)]
+            self.elements += sum(each.numel() for each in made if each.untyped_storage().data_ptr() not in given)
+        return results
+
+
+def plan_of(form: str, counts: list[int], indptr: Tensor | None = None) -> Any:
+    """A wrapper with a plan of this form, for sequences of so many full pages."""
+    indptr, last = starts(counts) if indptr is None else indptr, torch.full((len(counts),), PAGE_SIZE)
+    lists = indptr, torch.arange(sum(counts) + 1, dtype=INDEX).flip(0), last  # with a page that no sequence has
+    sizes, row_starts = (HEADS, KV_HEADS, HEAD_SIZE, PAGE_SIZE), starts([1] * len(counts))
+    if form == "decode":
+        wrapper: Any = flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+        wrapper.plan(*lists, *sizes)
+    elif form == "prefill":
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(WORKSPACE)
+        wrapper.plan(row_starts, *lists, *sizes)
+    else:
+        wrapper = flashinfer.mla.BatchMLAPagedAttentionWrapper(WORKSPACE)
+        lens = torch.tensor(counts, dtype=INDEX) * PAGE_SIZE
+        dtypes = torch.float32, torch.float32
+        wrapper.plan(row_starts, *lists[:2], lens, HEADS, HEAD_SIZE, HEAD_SIZE, PAGE_SIZE, True, 1.0, *dtypes)
+    return wrapper
+
+
+@pytest.mark.parametrize("form", ["decode", "prefill", "mla"])
+def test_a_plan_costs_no_more_than_its_pages(form: str) -> None:
+    """Catches what is computed for each sequence as if it were the longest: 200 * 1,000 elements."""
+    counts = [1000] + [2] * 199
+    with CountsMade() as made:
+        plan_of(form, counts)
+    assert sum(counts) < made.elements < 20 * sum(counts)
+
+
+@pytest.mark.parametrize("form", ["decode", "prefill", "mla"])
+def test_offsets_of_a_plan_may_have_strides(form: str) -> None:
+    indptr = torch.stack([starts([2, 0, 3]), torch.full((4,), 99, dtype=INDEX)], 1)[:, 0]
+    wrapper = plan_of(form, [2, 0, 3], indptr)
+    tables = (wrapper._plan.sequences if form == "mla" else wrapper._planned).block_tables
+    assert tables.shape == (3, 3)
+    assert [tables[0, :2].tolist(), tables[2].tolist()] == [[5, 4], [3, 2, 1]]
 
 
 # ---- the cache, and merges -------------------------------------------------------------------------------------------

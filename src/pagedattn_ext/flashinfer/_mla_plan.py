@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from .._index_checks import check_indices, check_range, check_starts
 from ..ops._call import check_rank
 from ._plan import refusal
+from .page import tables_of
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,9 @@ def _by_offsets(
         if not 0 <= length <= pages * page_size:
             most = f"0 to {pages * page_size}, the slots of {pages} pages,"
             raise refusal(function, "kv_len_arr", most, f"{length} at sequence {sequence}")
-    pages_of_sequences = kv_indices[: sum(num_pages)].split(num_pages)
     device = kv_indices.device
     return Sequences(
-        pad_sequence(list(pages_of_sequences), batch_first=True) if batch else kv_indices.new_empty(0, 0),
+        tables_of(kv_indices, kv_indptr.to(device), max(num_pages, default=0), sum(num_pages)),
         kv_len_arr.to(device),
         qo_indptr.to(device),
         {"block_tables": "kv_indices", "seq_lens": "kv_len_arr", "query_start_loc": "qo_indptr"},

@@ -16,7 +16,7 @@ from ._graph import Buffers, GraphMemory
 from ._mask import Mask, mask_of
 from ._plan import NAMES, Plan, Scale, in_dtype, one_factor, refusal, results_of
 from ._ragged import RaggedBatch, attend_ragged, attend_to_values, with_alibi_of_flashinfer, with_dense_heads
-from .page import PagedCache, check_layout, get_seq_lens, pages_of
+from .page import PagedCache, check_layout, get_seq_lens, pages_of, tables_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,12 +195,10 @@ class PagedWrapper(Wrapper[PlannedPages]):
         indptr, indices, last_page_len = lists.values()
         if qo_indptr is not None:
             check_starts(function, "qo_indptr", qo_indptr, num_seqs=indptr.shape[0] - 1)
+        # Where the caller has them: offsets on the host make nobody wait for a GPU.
+        most, total = int(indptr.diff().max()) if indptr.shape[0] > 1 else 0, int(indptr[-1])
         indptr, last_page_len = indptr.to(indices.device), last_page_len.to(indices.device)
         query_starts = None if qo_indptr is None else qo_indptr.to(indices.device)
-        num_pages = int(indptr.diff().max()) if indptr.shape[0] > 1 else 0
-        entries = indptr[:-1, None] + torch.arange(num_pages, device=indices.device)
-        # Behind a list's own pages stand any others.
-        block_tables = indices[entries.clamp(max=indices.shape[0] - 1)]
         # last_page_len of a sequence without pages may be anything.
         seq_lens = get_seq_lens(indptr, last_page_len, page_size) * (indptr.diff() > 0)
         if self._graph is not None and query_starts is not None:
@@ -218,8 +216,8 @@ class PagedWrapper(Wrapper[PlannedPages]):
         names = dict.fromkeys(("key", "value", "key_cache", "value_cache"), self._cache_name)
         names |= {"block_tables": of_indices, "seq_lens": of_last_page_len}
         return PlannedPages(
-            plan=plan, mask=mask, buffered=buffered, query_starts=query_starts, block_tables=block_tables,
-            seq_lens=seq_lens, names=NAMES | names,
+            plan=plan, mask=mask, buffered=buffered, query_starts=query_starts,
+            block_tables=tables_of(indices, indptr, most, total), seq_lens=seq_lens, names=NAMES | names,
         ).by(plan)  # fmt: skip
 
     def _set_pages(self, made: PlannedPages) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_shape
+from .._adapters import call_as, check_shape, sequences_of_rows
 from .._index_checks import check_indices
 from ..ops._call import check_rank, check_tensors, to_int
 
@@ -180,6 +180,17 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     page_size = to_int("get_seq_lens", "page_size", page_size)
     check_indices(get_seq_lens, "kv_last_page_len", kv_last_page_len, kv_indptr.shape[0] - 1)
     return (kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len
+
+
+def tables_of(kv_indices: Tensor, kv_indptr: Tensor, most: int, total: int) -> Tensor:
+    """[batch, most]: the pages of each sequence, and behind them what the memory happens to hold. Nothing is written
+    there, so that one long sequence among many costs only its own pages.
+
+    most, total: pages of the longest sequence, and of all sequences.
+    """
+    sequence, place = sequences_of_rows(kv_indptr.contiguous(), total)
+    batch = kv_indptr.shape[0] - 1
+    return kv_indices.new_empty(batch * most).scatter_(0, sequence * most + place, kv_indices[:total]).view(batch, most)
 
 
 def pair_of(function: Callable[..., Any], name: str, cache: PagedCache) -> tuple[Tensor, Tensor]:
