@@ -7,7 +7,6 @@ vocabulary.
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -107,37 +106,35 @@ def _add_bias(logits: Tensor, biases: dict[int, tuple[tuple[int, float], ...]]) 
 def _penalise_repetition(logits: Tensor, rows: dict[int, SamplingState]) -> None:
     """Keskar et al., "CTRL", 2019, in the form of Hugging Face: negative logits are multiplied, not divided."""
     if rows:
-        tokens = {i: row.prompt_token_ids + row.output_token_ids for i, row in rows.items()}
+        tokens = {i: row.ids_in_prompt() + row.counts_in_output().token_ids for i, row in rows.items()}
         penalties = [row.sampling_params.repetition_penalty for row in rows.values()]
         places = _to_device(_places(logits, tokens), logits)
         penalty = _to_device(np.repeat(np.array(penalties, np.float32), list(map(len, tokens.values()))), logits)
         values = logits.view(-1).index_select(0, places)
-        # A token that occurs twice is written twice, with the same logit.
+        # A token of both prompt and output is written twice, with the same logit.
         logits.view(-1).scatter_(0, places, torch.where(values < 0, values * penalty, values / penalty))
 
 
 def _penalise_counts(logits: Tensor, rows: dict[int, SamplingState]) -> None:
     """OpenAI's: logit - count * frequency_penalty - (count > 0) * presence_penalty, of the tokens of the output."""
     if rows:
-        tokens = {i: row.output_token_ids for i, row in rows.items()}
-        flat, counts = np.unique(_places(logits, tokens), return_counts=True)
-        of_row = np.zeros((2, len(logits)), np.float32)
-        of_row[:, list(rows)] = [
+        counts = {i: row.counts_in_output() for i, row in rows.items()}
+        of_rows = [
             [row.sampling_params.frequency_penalty for row in rows.values()],
             [row.sampling_params.presence_penalty for row in rows.values()],
         ]
-        frequency, presence = of_row[:, flat // logits.shape[1]]
-        places = _to_device(flat, logits)
+        lengths = [len(each.token_ids) for each in counts.values()]
+        frequency, presence = np.array(of_rows, np.float32).repeat(lengths, axis=1)
+        times = np.concatenate([np.asarray(each.counts, np.float32) for each in counts.values()])
+        places = _to_device(_places(logits, {i: each.token_ids for i, each in counts.items()}), logits)
         values = logits.view(-1).index_select(0, places)
-        values = values - _to_device(frequency * counts.astype(np.float32), logits) - _to_device(presence, logits)
+        values = values - _to_device(frequency * times, logits) - _to_device(presence, logits)
         logits.view(-1).scatter_(0, places, values)
 
 
 def _places(logits: Tensor, token_ids: Mapping[int, Collection[int]]) -> np.ndarray:
     """Flat indices in `logits` of the token ids of each row: int64, in order."""
-    lengths = list(map(len, token_ids.values()))
-    flat = np.fromiter(chain.from_iterable(token_ids.values()), np.int64, sum(lengths))
-    return flat + np.repeat(np.fromiter(token_ids, np.int64), lengths) * logits.shape[1]
+    return np.concatenate([np.asarray(ids, np.int64) + i * logits.shape[1] for i, ids in token_ids.items()])
 
 
 def _to_device(array: np.ndarray, logits: Tensor) -> Tensor:

@@ -391,7 +391,7 @@ def sampling_rows(batch: ScheduledBatch) -> list[SamplingState]:
         # All share the matcher of the sequence, because the rows of a sequence follow each other.
         rows += [replace(state, index=index) for index in range(1, scheduled.num_samples)]
         for i in range(1, len(scheduled.draft_token_ids) + 1):
-            rows.append(replace(state, output_token_ids=[*state.output_token_ids, *scheduled.draft_token_ids[:i]]))
+            rows.append(state.with_output([*state.output_token_ids, *scheduled.draft_token_ids[:i]]))
     return rows
 
 

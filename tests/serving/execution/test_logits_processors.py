@@ -1,6 +1,7 @@
 """Penalties, biases, masks and callables: against transformers' processors, and by their definitions in doubles."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -190,6 +191,87 @@ def test_each_row_is_processed_by_itself(rows: list[SamplingState], asked: set[i
         if i in indices:
             process_logits(alone, [row], [0])
         assert torch.equal(together[i], alone[0])
+
+
+PENALTIES = SamplingParams(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.2)
+
+
+class CountsReads(list[int]):
+    """Counts how many of its tokens are looked at."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for token_id in super().__iter__():
+            self.num_read += 1
+            yield token_id
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+    def __add__(self, other: Any) -> Any:
+        self.num_read += len(self)
+        return super().__add__(other)
+
+
+def test_penalties_look_at_each_token_once() -> None:
+    """In all steps together, whatever the length of the context. Only the last token may be looked at again."""
+    prompt, output = CountsReads(range(1000)), CountsReads(range(500))
+    row = SamplingState(PENALTIES, prompt, output)
+    for step in range(20):
+        process_logits(torch.randn(1, 1000), [row], [0])
+        assert prompt.num_read <= 1000 and output.num_read <= len(output) + step + 1
+        output.append(step)
+
+
+def expect_as_new(row: SamplingState) -> None:
+    """Penalties as of a state that is asked for the first time."""
+    new = SamplingState(row.sampling_params, list(row.prompt_token_ids), list(row.output_token_ids))
+    processed = random_logits(2)
+    processed[1] = processed[0]
+    process_logits(processed, [row, new], [0, 1])
+    assert torch.equal(*processed)
+
+
+@given(data=st.data())
+def test_penalties_of_outputs_that_grow(data: st.DataObject) -> None:
+    """By several tokens at a time; with drafts, of which none or some are taken; and in forks, which go their own ways.
+    Not in each step is a row asked."""
+    rows = [SamplingState(PENALTIES, [3, 3, 7], [])]
+    for _ in range(data.draw(st.integers(1, 8))):
+        row = data.draw(st.sampled_from(rows))
+        tokens = data.draw(ANY_TOKENS)
+        kind = data.draw(st.sampled_from(["ask", "grow", "draft", "fork"]))
+        if kind == "ask":
+            expect_as_new(row)
+        elif kind == "grow":
+            row.output_token_ids += tokens
+        elif kind == "draft":
+            expect_as_new(row.with_output(row.output_token_ids + tokens))
+        else:
+            rows.append(row.fork(list(row.output_token_ids), len(rows)))
+    for row in rows:
+        expect_as_new(row)
+
+
+def test_penalties_after_an_interrupt() -> None:
+    """Amid the count of what is new: then all is counted anew."""
+
+    class Interrupted(list[int]):
+        def __getitem__(self, key: Any) -> Any:
+            yield 4
+            raise KeyboardInterrupt
+
+    row = SamplingState(PENALTIES, [1], [4, 4])
+    expect_as_new(row)
+    row.output_token_ids += [4, 2]
+    output, row.output_token_ids = row.output_token_ids, Interrupted(row.output_token_ids)
+    with pytest.raises(KeyboardInterrupt):
+        row.counts_in_output()
+    row.output_token_ids = output
+    expect_as_new(row)
 
 
 def test_callables_of_both_forms() -> None:
