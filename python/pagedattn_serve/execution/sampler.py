@@ -142,7 +142,8 @@ class Sampler:
         if any(each.min_p > 0 for each in params):
             log_min_p = [math.log(each.min_p) if each.min_p > 0 else -math.inf for each in params]
             least = _to_device(log_min_p, torch.float32, device) * temperature
-        if any(0 < each.top_k < vocab_size for each in params):
+        # Beside top_p always: with top_k, top_p is a share of the sum of what is left, which may not be 1 to the bit.
+        if any(0 < each.top_k < vocab_size or each.top_p < 1 for each in params):
             counts = [each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params]
             top_k = _to_device(counts, torch.int64, device)
         if any(each.top_p < 1 for each in params):

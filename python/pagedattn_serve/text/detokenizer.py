@@ -13,7 +13,7 @@ from typing import Any, Protocol, Self
 # Enough of the prompt for a tokenizer to decide whether the first new token starts with a space.
 NUM_CONTEXT_TOKENS = 6
 # More tokens than a character has. Many more, as U+FFFD is a character itself, which a text may have several times.
-MAX_HELD_BACK = 32
+MAX_HELD_BACK = 128
 REPLACEMENT = "\ufffd"
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 # Decoders for which a token adds the same amid any text. Strip takes spaces from the beginning of a text.
@@ -33,9 +33,13 @@ class IncrementalDetokenizer:
 
     additions: what tokens add amid any text, as far as it is known, which saves the decoding. More is written there as
         it gets known. None if what a token adds depends on the tokens before it.
+    left_out: tokens that are no part of a character. Where such a token adds nothing, nothing is held back.
     """
 
-    __slots__ = ("_additions", "_decode", "_follows_text", "_given_out", "_token_ids", "skips_special_tokens", "text")
+    __slots__ = (
+        *("_additions", "_decode", "_follows_text", "_given_out", "_left_out", "_token_ids"),
+        *("skips_special_tokens", "text"),
+    )
 
     def __init__(
         self,
@@ -44,9 +48,11 @@ class IncrementalDetokenizer:
         *,
         skip_special_tokens: bool = True,
         additions: dict[int, str] | None = None,
+        left_out: Collection[int] = (),
     ) -> None:
         self.text = ""
         self._additions = additions
+        self._left_out = left_out
         self.skips_special_tokens = skip_special_tokens
         self._decode = _decoder(tokenizer, skip_special_tokens)
         self._token_ids = prompt_token_ids[-NUM_CONTEXT_TOKENS:]  # the last ones, from which on text is decoded
@@ -69,8 +75,7 @@ class IncrementalDetokenizer:
         follows_text = True
         if addition is None:
             addition = self._pending_text()
-            # The decoder leaves out some tokens wherever they stand, but a space only where a text begins.
-            if not addition and not self._decode([token_id, token_id]):
+            if not addition and token_id in self._left_out:
                 token_ids.pop()
                 return
             if not addition or addition.endswith(REPLACEMENT):
@@ -186,7 +191,11 @@ class TokenNames:
         """For an output. What tokens add is known from the outputs before."""
         additions = self._additions[skip_special_tokens] if self._is_same_amid_text else None
         return IncrementalDetokenizer(
-            self.tokenizer, prompt_token_ids, skip_special_tokens=skip_special_tokens, additions=additions
+            self.tokenizer,
+            prompt_token_ids,
+            skip_special_tokens=skip_special_tokens,
+            additions=additions,
+            left_out=self.special_texts if skip_special_tokens else (),
         )
 
     @cached_property

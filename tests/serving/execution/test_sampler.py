@@ -303,6 +303,19 @@ def test_all_of_a_row_s_output_is_its_own(
             )
 
 
+def test_a_share_that_is_reached_to_the_bit_does_not_depend_on_other_rows() -> None:
+    """The kept tokens sum to top_p, or to the bit beside it, whatever else the other rows restrict."""
+    row = row_of(SamplingParams(top_p=0.41, seed=1))
+    others = [GREEDY, SamplingParams(top_k=3), SamplingParams(top_p=0.9), SamplingParams(min_p=0.1, top_k=5)]
+    for weights in ([22, 19, 18, 15, 7, 6, 5, 4, 2, 2], [23, 18, 17, 14, 8, 7, 5, 4, 2, 2], [41, 20, 19, 10, 5, 5]):
+        logits = torch.tensor(weights).log()
+        for position in range(100):
+            row = row_of(SamplingParams(top_p=0.41, seed=1), position)
+            [alone] = sample(logits[None], [row])
+            for other in others:
+                assert sample(logits.repeat(2, 1), [row_of(other), row])[1] == alone
+
+
 def test_positions_differ_and_repeat() -> None:
     logits = torch.zeros(1000)
     tokens = draw_seeded(logits, [(5, position) for position in range(100)])

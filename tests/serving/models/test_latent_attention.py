@@ -55,7 +55,7 @@ def test_swapped_forks_and_prefixes_found_again(tmp_path: Path) -> None:
         return [[tuple(sample.token_ids) for sample in output.outputs] for output in outputs]
 
     roomy = LLMEngine(path)
-    small = LLMEngine(path, **SMALL | {"num_blocks": 14, "max_num_seqs": 9}, swap_space=1)
+    small = LLMEngine(path, **SMALL | {"num_blocks": 10, "max_num_seqs": 9}, swap_space=1)
     assert samples(small) == samples(roomy)
     assert small.stats().num_swaps > 0
     cached = LLMEngine(path, enable_prefix_caching=True, block_size=8)

@@ -253,6 +253,25 @@ def test_characters_amid_broken_bytes(tokenizer: PreTrainedTokenizerBase, output
     assert detokenizer.text.replace(REPLACEMENT, "") == full.replace(REPLACEMENT, "")
 
 
+class Quiet:
+    """A tokenizer of bytes that decodes those that are no character to nothing, as ByT5's does."""
+
+    all_special_ids = (256,)
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        return bytes(each for each in token_ids if each < 256).decode(errors="ignore")
+
+
+def test_bytes_that_decode_to_nothing() -> None:
+    """They are kept for the rest of their character, and special tokens amid them are not."""
+    for text in ("héllo wörld", "日本", "a😀b"):
+        detokenizer = TokenNames(Quiet()).detokenizer([97], skip_special_tokens=True)
+        for byte in text.encode():
+            detokenizer.add(byte)
+            detokenizer.add(256)
+        assert detokenizer.text == text
+
+
 def test_no_output_learns_from_broken_bytes(tokenizer: PreTrainedTokenizerBase) -> None:
     """What the second byte of a character adds after a first byte that was given out."""
     names, [a], [first, second] = TokenNames(tokenizer), tokenizer("a").input_ids, tokenizer("é").input_ids

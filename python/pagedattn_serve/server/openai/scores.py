@@ -192,8 +192,8 @@ async def _score(
     second. Raises ApiError."""
     (first, firsts), (second, seconds) = texts.items()
     times = len(seconds) // len(firsts)
-    firsts = await _cut(firsts, body.max_tokens_per_query, service, first)
-    seconds = await _cut(seconds, body.max_tokens_per_doc, service, second)
+    firsts = await _cut(firsts, body, "max_tokens_per_query", service, first)
+    seconds = await _cut(seconds, body, "max_tokens_per_doc", service, second)
     if service.scores_pairs:
         firsts = checked_texts(firsts, body, service, first)
         seconds = checked_texts(seconds, body, service, second)
@@ -212,19 +212,26 @@ async def _score(
     return job, await asyncio.to_thread(scores)
 
 
-async def _cut(texts: list[str], most: int | None, service: Service, param: str) -> list[str]:
-    """The texts; of a text with more than `most` tokens, the text of its first ones. The special tokens that the
+async def _cut(texts: list[str], body: ScoringBody, limit: str, service: Service, param: str) -> list[str]:
+    """The texts; of a text with more tokens than the limit, the text of its first ones. The special tokens that the
     tokenizer adds to a text do not count. None, 0, and more tokens than the model takes cut nothing. Raises ApiError,
     which names the field."""
+    most: int | None = getattr(body, limit)
     if not most or most > service.max_model_len:
         return texts
     texts = [text[: service.max_characters] for text in texts]  # no model takes tokens of more characters
     token_ids = await service.tokenize(texts, False, param, lambda each: each[: most + 1])
     beginnings = await service.detokenize([each[:most] for each in token_ids], param)
-    return [
-        text if len(each) <= most else beginning.rstrip("\ufffd")  # which stands for a part of a character
-        for text, each, beginning in zip(texts, token_ids, beginnings, strict=True)
-    ]
+    cut = []
+    for text, each, beginning in zip(texts, token_ids, beginnings, strict=True):
+        if len(each) <= most:
+            beginning = text
+        elif not text.startswith(beginning):
+            beginning = beginning.rstrip("\ufffd")  # which stands for a part of a character
+        if text and not beginning:
+            raise ApiError(400, f"{limit}: expected the tokens of one character at least, got {most}", param=limit)
+        cut.append(beginning)
+    return cut
 
 
 def _embedding(output: RequestOutput) -> list[float]:

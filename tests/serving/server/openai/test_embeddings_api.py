@@ -218,6 +218,8 @@ def test_the_first_tokens_of_queries_and_documents(embedder: Any, llm: LLM) -> N
             "id": ANY,
         }
         assert embedder.error(RERANK, query=LONG, documents=documents, **limits)[:2] == (400, "documents")
+    status, param, message = embedder.error(RERANK, query="the", documents=["end", emoji[-1]], max_tokens_per_doc=1)
+    assert (status, param) == (400, "max_tokens_per_doc") and "the tokens of one character at least, got 1" in message
 
 
 @pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
