@@ -68,6 +68,7 @@ def make_cases(vocab_size: int, max_model_len: int, max_num_sequences: int) -> l
         params = SamplingParams(
             temperature=0.0 if i % 4 < 2 else 0.9,
             top_p=1.0 if i % 4 < 2 else 0.95,
+            top_k=20 if i % 8 == 2 else -1,
             seed=i,
             n=min(3, max_num_sequences) if i % 6 == 3 else 1,
             max_tokens=min(MAX_TOKENS, max_model_len - length),
