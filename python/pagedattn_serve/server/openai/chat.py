@@ -105,7 +105,9 @@ async def chat_prompt(body: ChatCompletionRequest, service: Service) -> PromptTo
         tools=template_tools(body.tools),
         continue_final_message=body.continue_final_message is True,
     )
-    [token_ids] = await service.tokenize([text], bool(body.add_special_tokens), "messages")  # the template writes them
+    adds = bool(body.add_special_tokens)  # mostly the template writes them
+    must_fit = body.truncate_prompt_tokens is None
+    [token_ids] = await service.tokenize([text], adds, "messages", must_fit=must_fit)
     return service.truncate(PromptTokens(text, token_ids), body, num_output_tokens(body))
 
 

@@ -84,7 +84,8 @@ async def _tokenize(body: CompletionRequest, service: Service) -> list[PromptTok
         if body.suffix:
             token_ids = await service.tokenize_infilling(prompts, body.suffix, adds, take)
         else:
-            token_ids = await service.tokenize(prompts, adds, take=take)
+            must_fit = body.truncate_prompt_tokens is None
+            token_ids = await service.tokenize(prompts, adds, take=take, must_fit=must_fit)
         return list(map(PromptTokens, prompts, token_ids))
     if body.suffix:
         raise ApiError(400, "suffix: expected none with token ids", param="suffix")

@@ -121,7 +121,8 @@ async def tokenize(
     """Texts of the field `param`, as prompts. Raises ApiError, which names the field."""
     texts = checked_texts(texts, body, service, param)
     take = partial(kept, body=body, service=service, param=param)
-    token_ids = await service.tokenize(texts, add_special_tokens, param, take)
+    must_fit = body.truncate_prompt_tokens is None
+    token_ids = await service.tokenize(texts, add_special_tokens, param, take, must_fit)
     return list(map(PromptTokens, texts, token_ids))
 
 

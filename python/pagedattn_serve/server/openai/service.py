@@ -30,6 +30,10 @@ T = TypeVar("T")
 
 LONG_TEXT = 4096  # characters: tokenizing more takes longer than waking a thread
 TOO_LONG = "context_length_exceeded"  # the code of an error
+# Of a text that may be much too long, so many characters for each token of the model's length are tokenized first; and
+# so many tokens at their end may be others amid the whole text.
+CHARACTERS_FIRST = 8
+TOKENS_AT_THE_END = 64
 
 TakeTokens = Callable[[list[int]], list[int]]
 
@@ -70,18 +74,31 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def tokenize(
-        self, texts: list[str], add_special_tokens: bool, param: str = "prompt", take: TakeTokens = _as_they_are
+        self,
+        texts: list[str],
+        add_special_tokens: bool,
+        param: str = "prompt",
+        take: TakeTokens = _as_they_are,
+        must_fit: bool = False,
     ) -> list[list[int]]:
         """Token ids of each text. Raises ApiError, which names the field, for a text that UTF-8 cannot write, and for
         one that `check_characters` refuses.
 
         take: called with the token ids of a text before the next text is tokenized. Returns those that are kept, or
         raises ApiError.
+        must_fit: whether `take` raises for more tokens than the model takes. Then a text whose beginning has more of
+            them is refused by the beginning: megabytes would keep the tokenizer from others for many seconds.
         """
         for text in texts:
             self.check_characters(text, param)
+
+        def token_ids(text: str) -> list[int]:
+            if must_fit:
+                self._check_beginning(text, param)
+            return self.texts.tokenize(text, add_special_tokens)
+
         return await self._with_tokenizer(
-            sum(map(len, texts)), lambda: [take(self.texts.tokenize(text, add_special_tokens)) for text in texts], param
+            sum(map(len, texts)), lambda: [take(token_ids(text)) for text in texts], param
         )
 
     async def tokenize_pairs(
@@ -171,6 +188,14 @@ class Service:
         could keep the tokenizer for a minute."""
         if len(text) > self.max_characters:
             raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
+
+    def _check_beginning(self, text: str, param: str) -> None:
+        """Raises ApiError for a long text whose beginning alone has too many tokens."""
+        num_characters = CHARACTERS_FIRST * self.max_model_len
+        if len(text) > 2 * num_characters:
+            num_tokens = len(self.texts.tokenize(text[:num_characters], False)) - TOKENS_AT_THE_END
+            if num_tokens > self.max_model_len:
+                raise self._too_long(f"more than {num_tokens} tokens in the {param}", param)
 
     def job(
         self,

@@ -241,6 +241,25 @@ def test_far_more_than_the_model_has_positions_for(
     assert "128 tokens" in error["message"] and "100000 characters" in error["message"]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_many_times_too_long(client: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is known by the beginning, unless some of its tokens are enough."""
+    monkeypatch.setattr(client.http.app.state.service, "max_characters", 10**4)  # as if tokens were longer
+    tokenized = client.watch_tokenizer(monkeypatch)
+    long = "x" * 4000
+
+    def ask(**fields: Any) -> Any:
+        tokenized.clear()
+        of_path = {"prompt": long} if path == COMPLETIONS else {"messages": [{"role": "user", "content": long}]}
+        return client.post(path, max_tokens=1, **of_path, **fields)
+
+    error = ask().json()["error"]
+    assert error["code"] == "context_length_exceeded" and " you requested more than " in error["message"]
+    assert [len(each) for each in tokenized] == [8 * 128]
+    assert ask(truncate_prompt_tokens=5).status_code == 200
+    assert [len(each) for each in tokenized] == [len(long)]
+
+
 def test_nothing_is_tokenized_after_a_prompt_that_is_too_long(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenized = client.watch_tokenizer(monkeypatch)
     response = client.post(COMPLETIONS, prompt=["a", "x" * 200, "b"])
