@@ -68,13 +68,13 @@ class Sampler:
         for i, row in enumerate(rows):
             if row.num_candidates:
                 searching.append(i)
-            else:
-                if _changes(row):
-                    changed.append(i)
-                if row.matcher is not None:
-                    structured.append(i)
-                if row.sampling_params.logprobs is not None:
-                    reporting.append(i)
+                continue
+            if _changes(row):
+                changed.append(i)
+            if row.matcher is not None:
+                structured.append(i)
+            if row.sampling_params.logprobs is not None:
+                reporting.append(i)
         unchanged = _LogprobsOfRows(logits, sorted({*searching, *changed, *structured, *reporting}))
         if changed:
             output.errors = process_logits(logits, rows, changed)
@@ -142,12 +142,11 @@ class Sampler:
         if any(each.min_p > 0 for each in params):
             log_min_p = [math.log(each.min_p) if each.min_p > 0 else -math.inf for each in params]
             least = _to_device(log_min_p, torch.float32, device) * temperature
-        # Beside top_p always: with top_k, top_p is a share of the sum of what is left, which may not be 1 to the bit.
-        if any(0 < each.top_k < vocab_size or each.top_p < 1 for each in params):
-            counts = [each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params]
-            top_k = _to_device(counts, torch.int64, device)
-        if any(each.top_p < 1 for each in params):
-            top_p = _to_device([each.top_p for each in params], torch.float32, device)
+        counts = [each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params]
+        shares = [each.top_p for each in params]
+        # Both or none: with top_k, top_p is a share of the sum of what is left, which may not be 1 to the bit.
+        if min(counts) < vocab_size or min(shares) < 1:
+            top_k, top_p = _to_device(counts, torch.int64, device), _to_device(shares, torch.float32, device)
         drawn, parts = [], _cached_parts(logits)
         space = torch.empty_like(logits[parts[0]])
         for part in parts:
@@ -248,7 +247,7 @@ def _logprobs_of(logits: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def _find_candidates(
-    logprobs: "_LogprobsOfRows", rows: list[SamplingState], searching: list[int], output: SamplerOutput
+    logprobs: _LogprobsOfRows, rows: list[SamplingState], searching: list[int], output: SamplerOutput
 ) -> None:
     """Fill in `candidates`, `errors` and `top_logprobs` of the rows in `searching`."""
     for count in sorted({rows[i].num_candidates for i in searching}):  # topk breaks ties by the count
