@@ -323,17 +323,19 @@ class LLM:
         prompts: Prompt | list[Prompt],
         params: BeamSearchParams,
         use_tqdm: bool = False,
+        *,
+        priority: int | Sequence[int] | None = None,
         **of_vllm: Any,
     ) -> list[BeamSearchOutput]:
         """vLLM's call for what `generate` does with `SamplingParams(use_beam_search=True)`.
 
-        prompts: as in `generate`. of_vllm: arguments of vLLM's `LLM.beam_search`, at values that mean what happens here
+        prompts, priority: as in `generate`. of_vllm: arguments of vLLM's `LLM.beam_search`, at values that mean what happens here
         anyway. Returns beam_width sequences for each prompt. Raises as `generate` does.
         """
         refuse(of_vllm, BEAM_SEARCH_ARGUMENTS, "LLM.beam_search")
         if not isinstance(params, BeamSearchParams):
             raise ArgumentTypeError("params", "BeamSearchParams", type(params).__name__)
-        outputs = self.generate(prompts, params.sampling_params(), None, use_tqdm)
+        outputs = self.generate(prompts, params.sampling_params(), None, use_tqdm, priority=priority)
         return [BeamSearchOutput([self._beam(output, each, params) for each in output.outputs]) for output in outputs]
 
     def _beam(self, output: RequestOutput, beam: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:

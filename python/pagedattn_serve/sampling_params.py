@@ -290,6 +290,7 @@ class BeamSearchParams:
     structured_outputs: StructuredOutput | None = None
     skip_special_tokens: bool = True
     watermarking: bool | None = None
+    allowed_token_ids: list[int] | tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_int("beam_width", self.beam_width, 1)

@@ -1,4 +1,4 @@
-"""The arguments of vLLM 0.32 that are no arguments here: which values mean what happens here anyway, and what to do
+"""The arguments of vLLM 0.33 that are no arguments here: which values mean what happens here anyway, and what to do
 about any other value. docs/from-vllm.md has tables of this data.
 
 `takes_arguments_of_vllm` lets a dataclass take the arguments. A function takes them as `**of_vllm` and calls `refuse`.
@@ -190,6 +190,7 @@ ENGINE_ARGUMENTS = {
         ray_workers_use_nsight=(False,),
         fault_tolerance_config=(),
         enable_fault_tolerance=(False,),
+        watchdog_config=(),
         tokens_only=(False,),
     ),
     **_group(
@@ -219,6 +220,7 @@ ENGINE_ARGUMENTS = {
         sparse_indexer_topk_backend=("auto",),
         enable_batch_sharded_sampling=(False,),
         use_fp64_gumbel=(False,),
+        monokernel=(False,),
         gdn_prefill_backend=("auto",),
         kda_prefill_backend=("auto",),
         kda_decode_backend=("auto",),
@@ -286,7 +288,7 @@ ENGINE_ARGUMENTS = {
         enable_sleep_mode=(False,),
         enable_nccl_comm_suspend=(False,),
     ),
-    **_any("sleep", "enable_cumem_allocator sleep_mode_offload_cudagraph sleep_preserve_parameter_names"),
+    **_any("sleep", "enable_cumem_allocator sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names"),
     **_group(
         "leave it out: nothing here does this",
         enable_return_routed_experts=(False,),
