@@ -291,7 +291,7 @@ def test_beam_search(llm: LLM, width: int) -> None:
             assert beam.text is not None and expected.prompt is not None and beam.text.startswith(expected.prompt)
     [few] = llm.beam_search("A class", BeamSearchParams(width, 8, allowed_token_ids=[341, 397]))
     assert all(set(beam.tokens[-8:]) <= {341, 397} for beam in few.sequences)
-    with pytest.raises(ValueError, match="priority: expected .*2.*, got 1"):
+    with pytest.raises(ValueError, match=r"priority: expected .*2.*, got 1"):
         llm.beam_search(prompts, BeamSearchParams(width, 8), priority=[0])
     with pytest.raises(TypeError, match="params: expected BeamSearchParams, got SamplingParams"):
         llm.beam_search(prompts, params)  # type: ignore[arg-type]

@@ -329,8 +329,8 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """vLLM's call for what `generate` does with `SamplingParams(use_beam_search=True)`.
 
-        prompts, priority: as in `generate`. of_vllm: arguments of vLLM's `LLM.beam_search`, at values that mean what happens here
-        anyway. Returns beam_width sequences for each prompt. Raises as `generate` does.
+        prompts, priority: as in `generate`. of_vllm: arguments of vLLM's `LLM.beam_search`, at values that mean what
+        happens here anyway. Returns beam_width sequences for each prompt. Raises as `generate` does.
         """
         refuse(of_vllm, BEAM_SEARCH_ARGUMENTS, "LLM.beam_search")
         if not isinstance(params, BeamSearchParams):

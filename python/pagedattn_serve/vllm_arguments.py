@@ -288,7 +288,9 @@ ENGINE_ARGUMENTS = {
         enable_sleep_mode=(False,),
         enable_nccl_comm_suspend=(False,),
     ),
-    **_any("sleep", "enable_cumem_allocator sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names"),
+    **_any(
+        "sleep", "enable_cumem_allocator sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names"
+    ),
     **_group(
         "leave it out: nothing here does this",
         enable_return_routed_experts=(False,),
