@@ -150,6 +150,24 @@ def for_wrapper(op: str, arguments: Mapping[str, object]) -> dict[str, object]:
     return only(inspect.signature(getattr(ops, op)).parameters, arguments)
 
 
+def assert_memory_is_checked(argument: str, fit: Tensor, call: Callable[[Any], object]) -> None:
+    """`call` takes memory like `fit` for a result, and refuses memory that the result does not fit into before anything
+    is written. argument: "function: argument", as errors begin."""
+    call(fit.clone())
+    with pytest.raises(ValueError, match=rf"^{argument.partition(':')[0]}: \w+: expected "):
+        call(fit.new_zeros(2, *fit.shape))
+    other = torch.int32 if fit.is_floating_point() else torch.float32
+    for memory, message in (
+        ([1], "expected a torch.Tensor, got list"),
+        (torch.zeros(fit.shape, dtype=other), rf"expected .+, got (torch\.)?{str(other).removeprefix('torch.')}"),
+        (torch.zeros_like(fit, device="meta"), "expected a tensor on cpu, got one on meta"),
+        (fit.new_zeros(1).expand(fit.shape), "expected memory for each element, got an expanded tensor"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"^{argument}: {message}"):
+            call(memory)
+        assert not isinstance(memory, Tensor) or memory.is_meta or not memory.double().any()
+
+
 def only(names: Container[str], arguments: Mapping[str, object]) -> dict[str, object]:
     """Of a raw op's arguments those with these names, as a wrapper takes them."""
     return {name: ONE_RANK if name == "group" else value for name, value in arguments.items() if name in names}

@@ -537,3 +537,13 @@ def test_one_new_token_in_fp8_is_refused(scales: str) -> None:
         with pytest.raises(TypeError, match=rf"^flash_attn_with_kvcache: {name}: expected .+, got (torch\.)?float8"):
             flash_attn_with_kvcache(q, *caches, *tokens, cache_seqlens=4, **step)
     assert not caches.float().any()
+
+
+@pytest.mark.parametrize("padding", [None, torch.zeros(1, dtype=torch.int32)], ids=["wide", "padding"])
+def test_new_tokens_do_not_go_to_expanded_caches(padding: Tensor | None) -> None:
+    """Where an op appends to copies of them, because no op takes heads of 10 numbers, or padding before the tokens."""
+    cache = torch.zeros(1, 8, 1, 10).expand(2, 8, KV_HEADS, 10)
+    q, (k, v) = torch.randn(1, 1, HEADS, 10), torch.randn(2, 1, 1, KV_HEADS, 10)
+    with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: k_cache: expected memory for each element"):
+        flash_attn_with_kvcache(q, cache, cache, k, v, cache_seqlens=0, cache_leftpad=padding)
+    assert not cache.any()

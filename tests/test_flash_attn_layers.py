@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from brute_force import starts
-from checks import CountsConverted, assert_close_to_reference, assert_same_bits
+from checks import CountsConverted, assert_close_to_reference, assert_memory_is_checked, assert_same_bits
 from torch import Tensor
 from torch.nn import functional
 
@@ -227,6 +227,27 @@ def test_packed_rotary_refused() -> None:
         RotaryEmbedding(8, scale_base=512)
 
 
+EXPANDED = torch.ones(1).expand(2, 4, 3, 2, 12)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("apply_rotary: x", lambda: apply_rotary(EXPANDED[:, :, 0], COS, SIN, inplace=True)),
+        ("apply_rotary_emb_qkv_: qkv", lambda: apply_rotary_emb_qkv_(EXPANDED, COS, SIN)),
+        ("apply_rotary_emb_kv_: kv", lambda: apply_rotary_emb_kv_(EXPANDED[:, :, :2], COS, SIN)),
+        (
+            r"RotaryEmbedding\.forward: qkv",
+            lambda: RotaryEmbedding(8)(EXPANDED[:, :, 0], EXPANDED[:, :, :2].contiguous()),
+        ),
+    ],
+)
+def test_expanded_rows_cannot_be_rotated(argument: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{argument}: expected memory for each element, got an expanded tensor$"):
+        call()
+    assert_same_bits(EXPANDED, torch.ones(EXPANDED.shape))
+
+
 # ---- norms, activations ----------------------------------------------------------------------------------------------
 
 
@@ -293,6 +314,17 @@ def test_sum_in_fp32_and_given_outputs() -> None:
         rms_norm_fn(x, weight, None, out=torch.empty(1, 16))
     with pytest.raises(ValueError, match=r"^rms_norm_fn: dropout_p: expected 0.0, got 0.5"):
         rms_norm_fn(x, weight, None, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("argument", ["out", "residual_out"])
+@pytest.mark.parametrize("function", [rms_norm_fn, layer_norm_fn])
+def test_memory_for_norms_is_checked(function: Callable[..., Any], argument: str) -> None:
+    x, weight = torch.randn(2, 16).bfloat16(), torch.rand(16).bfloat16()
+    assert_memory_is_checked(
+        f"{function.__name__}: {argument}",
+        torch.zeros(2, 16),
+        lambda memory: function(x, weight, None, prenorm=True, **{argument: memory}),
+    )
 
 
 def test_modules_of_norms() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from brute_force import attend_all, rows, starts
-from checks import assert_close_to_reference, assert_same_bits
+from checks import assert_close_to_reference, assert_memory_is_checked, assert_same_bits
 
 from pagedattn_ext import flash_attn, flash_attn_interface, vllm_flash_attn
 from pagedattn_ext.flash_attn import cute
@@ -185,6 +185,17 @@ def test_combine_of_flash_attention_3() -> None:
     for result, right in zip(merged, (out, lse), strict=True):
         assert result[0].isnan().all()
         assert_same_bits(result[1], right[1])
+
+
+@pytest.mark.parametrize("module", [flash_attn_interface, cute.interface])
+def test_memory_for_combined_results_is_checked(module: Any) -> None:
+    """It may have another float dtype."""
+    out_partial, lse_partial = torch.randn(2, 1, 3, HEADS, 16), torch.randn(2, 1, 3, HEADS)
+    assert_memory_is_checked(
+        "flash_attn_combine: out",
+        torch.zeros(1, 3, HEADS, 16, dtype=torch.bfloat16),
+        lambda memory: module.flash_attn_combine(out_partial, lse_partial, memory),
+    )
 
 
 def test_packed_of_flash_attention_3() -> None:

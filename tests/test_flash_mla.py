@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from checks import assert_close_to_reference
+from checks import assert_close_to_reference, assert_memory_is_checked
 
 from pagedattn_ext.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
@@ -170,3 +170,17 @@ def test_what_sparse_prompts_refuse(what: str) -> None:
     error, argument, value = WRONG_SPARSE[what]
     with pytest.raises(error, match=f"^flash_mla_sparse_fwd: {argument}: expected .+, got .+"):
         flash_mla_sparse_fwd(**SPARSE | {argument: value})
+
+
+MEMORY: dict[str, tuple[torch.Tensor, Any]] = {
+    "flash_mla_with_kvcache: out": (
+        torch.zeros(2, 2, 5, 32),
+        lambda memory: flash_mla_with_kvcache(**make_arguments(), out=memory),
+    ),
+    "flash_mla_sparse_fwd: out": (torch.zeros(3, 4, 32), lambda memory: flash_mla_sparse_fwd(**SPARSE, out=memory)),
+}
+
+
+@pytest.mark.parametrize("argument", MEMORY)
+def test_memory_for_results_is_checked(argument: str) -> None:
+    assert_memory_is_checked(argument, *MEMORY[argument])

@@ -438,6 +438,7 @@ def test_merges_of_large_and_infinite_lses(lses: list[float], shares: list[float
         ({"v_other": torch.zeros(1, HEADS, HEAD_SIZE)}, r"v_other: expected shape \[3, 4, 16\], got \[1, 4, 16\]$"),
         ({"s_other": torch.zeros(1, HEADS)}, r"s_other: expected shape \[3, 4\], got \[1, 4\]$"),
         ({"mask": torch.tensor([True])}, r"mask: expected shape \[3\], got \[1\]$"),
+        ({"v": torch.zeros(1).expand(3, HEADS, HEAD_SIZE)}, "v: expected memory for each element"),
     ],
 )
 def test_merges_of_other_shapes(changes: dict[str, Tensor], message: str) -> None:

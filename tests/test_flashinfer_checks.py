@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from brute_force import HEAD_SIZE, starts
-from checks import assert_same_bits
+from checks import assert_memory_is_checked, assert_same_bits
 from flashinfer_batch import HEADS, KV_HEADS, PAGE_SIZE, WORKSPACE, Batch
 from torch import Tensor
 
@@ -296,3 +296,39 @@ def test_options_of_one_run() -> None:
     wrapper.plan(**batch.plan)
     with pytest.raises(TypeError, match=r"\.run: window_left: expected an int, got float$"):
         wrapper.run(Q[:1], batch.cache, window_left=1.5)
+
+
+@pytest.mark.parametrize(("argument", "shape"), [("out", (1, HEADS, HEAD_SIZE)), ("lse", (1, HEADS))])
+def test_memory_for_attention_is_checked(argument: str, shape: tuple[int, ...]) -> None:
+    """It may have another float dtype."""
+    batch, wrapper = Batch([4]), flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE)
+    wrapper.plan(**batch.plan)
+    q = torch.randn(1, HEADS, HEAD_SIZE)
+    assert_memory_is_checked(
+        rf"BatchDecodeWithPagedKVCacheWrapper\.run: {argument}",
+        torch.zeros(shape, dtype=torch.float16),
+        lambda memory: wrapper.run(q, batch.cache, **{argument: memory}),
+    )
+
+
+STATES = {"v_other": torch.ones(3, HEADS, HEAD_SIZE), "s_other": torch.ones(3, HEADS)}
+LENS = torch.tensor([5], dtype=torch.int32)
+MEMORY: dict[str, tuple[Tensor, Any]] = {
+    "merge_state_in_place: s": (
+        torch.zeros(3, HEADS),
+        lambda memory: flashinfer.merge_state_in_place(torch.zeros(3, HEADS, HEAD_SIZE), memory, **STATES),
+    ),
+    "get_batch_indices_positions: batch_indices": (
+        torch.zeros(3, dtype=torch.int32),
+        lambda memory: flashinfer.get_batch_indices_positions(starts([3]), LENS, 3, memory),
+    ),
+    "get_batch_indices_positions: positions": (
+        torch.zeros(3, dtype=torch.int32),
+        lambda memory: flashinfer.get_batch_indices_positions(starts([3]), LENS, 3, None, memory),
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", MEMORY)
+def test_memory_for_results_is_checked(argument: str) -> None:
+    assert_memory_is_checked(argument, *MEMORY[argument])

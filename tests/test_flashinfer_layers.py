@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import reference
 import torch
-from checks import CountsConverted, assert_close_to_reference, assert_same_bits
+from checks import CountsConverted, assert_close_to_reference, assert_memory_is_checked, assert_same_bits
 from torch import Tensor
 
 from pagedattn_ext import CPUGraph, flashinfer
@@ -312,7 +312,7 @@ def test_rope_into_fp8_pages(layout: str, fp8: torch.dtype) -> None:
         ({"quantize_dtype": torch.half}, "quantize_dtype: expected float8_e4m3fn or float8_e5m2, got torch.float16"),
         ({"quant_scale_q": True}, "quant_scale_q: expected a number, got True"),
         ({"pos_ids": POSITIONS}, r"pos_ids: expected 0 to 8 \(the rows of cos_sin_cache\), got 1000 at token 2"),
-        ({"q_rope_out": torch.empty(5, 1, 16).to(torch.float8_e5m2)}, r"q_rope_out: expected \[5, 3, 16\] of torch.fl"),
+        ({"q_rope_out": torch.empty(5, 1, 16).to(torch.float8_e5m2)}, r"q_rope_out: expected shape \[5, 3, 16\]"),
         ({"k_rope": torch.randn(4, 2, 16)}, r"k_rope: expected shape \[5, \*, 16\], got \[4, 2, 16\]"),
         ({"k_rope": torch.randn(5)}, r"k_rope: expected 2 or 3 dimensions, got shape \[5\]"),
         ({"q_nope": torch.randn(5, 2, 16)}, r"q_nope: expected shape \[5, 3, \*\], got \[5, 2, 16\]"),
@@ -448,9 +448,9 @@ FP8 = torch.empty(3, 8, dtype=torch.float8_e4m3fn)
         ("rmsnorm_quant", (FP8, X, WEIGHT, WEIGHT), r"scale: expected one element, got shape \[8\]"),
         ("fused_add_rmsnorm_quant", (FP8, X, X, WEIGHT, "x"), "scale: expected a number, got str"),
         ("fused_add_rmsnorm_quant", (FP8, X, X, WEIGHT, None), "scale: expected a number, got NoneType"),
-        ("rmsnorm_quant", (FP8[:1], X, WEIGHT, 1.0), r"out: expected shape \[3, 8\], as input, got \[1, 8\]"),
+        ("rmsnorm_quant", (FP8[:1], X, WEIGHT, 1.0), r"out: expected shape \[3, 8\], got \[1, 8\]"),
         ("fused_add_rmsnorm_quant", (X, X, X, WEIGHT, 1.0), "out: expected dtype float8_e4m3fn or float8_e5m2, got"),
-        ("fused_add_rmsnorm_quant", (FP8, X, X[:1], WEIGHT, 1.0), r"residual: expected \[3, 8\] of .*, got \[1, 8\]"),
+        ("fused_add_rmsnorm_quant", (FP8, X, X[:1], WEIGHT, 1.0), r"residual: expected shape \[3, 8\], got \[1, 8\]"),
     ],
 )
 def test_refused_norms(name: str, arguments: tuple[Any, ...], message: str) -> None:
@@ -505,3 +505,25 @@ def test_signature(name: str) -> None:
     """FlashInfer 0.7.4's, in order."""
     parameters = inspect.signature(getattr(flashinfer, name)).parameters.values()
     assert [(p.name, p.default) for p in parameters] == SIGNATURES[name]
+
+
+def rope_quantize(**memory: Any) -> None:
+    q, k = torch.ones(3, 4, 16), torch.ones(3, 2, 16)
+    flashinfer.rope_quantize_fp8(q, k, q, k, torch.ones(9, 16), torch.arange(3), quantize_dtype=fp8(0).dtype, **memory)
+
+
+MEMORY: dict[str, tuple[Tensor, Any]] = {
+    "rope_quantize_fp8: q_rope_out": (fp8(3, 4, 16), lambda memory: rope_quantize(q_rope_out=memory)),
+    "rope_quantize_fp8: k_nope_out": (fp8(3, 2, 16), lambda memory: rope_quantize(k_nope_out=memory)),
+    "rmsnorm_quant: out": (FP8, lambda memory: flashinfer.rmsnorm_quant(memory, X, WEIGHT, 1.0)),
+    "layernorm_quant: out": (FP8, lambda memory: flashinfer.norm.layernorm_quant(memory, X, WEIGHT, WEIGHT, 1.0)),
+    "fused_add_rmsnorm_quant: residual": (
+        torch.zeros(3, 8),
+        lambda memory: flashinfer.fused_add_rmsnorm_quant(FP8.clone(), X, memory, WEIGHT, 1.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", MEMORY)
+def test_memory_for_results_is_checked(argument: str) -> None:
+    assert_memory_is_checked(argument, *MEMORY[argument])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_same_bits
+from checks import assert_memory_is_checked, assert_same_bits
 from torch import Tensor
 
 from pagedattn_ext import CPUGraph, fla, mamba_ssm
@@ -318,3 +318,30 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
 def test_refused(function: Callable[..., Any], arguments: list[Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{function.__name__}: {message}"):
         function(*arguments, **options)
+
+
+def update(state: Any, **options: Any) -> None:
+    selective_state_update(state, torch.ones(3, 2, 4, 6), *UPDATE[2:], **options)
+
+
+MEMORY: dict[str, tuple[Tensor, Any]] = {
+    "chunk_gated_delta_rule: output": (
+        torch.zeros(TOKENS, 4, 8),
+        lambda memory: chunk_gated_delta_rule(*RULE, **STARTED, output=memory),
+    ),
+    "chunk_gated_delta_rule: output_state": (
+        torch.zeros(3, 4, 8, 8, dtype=torch.bfloat16),
+        lambda memory: chunk_gated_delta_rule(*RULE, **STARTED, output_final_state=True, output_state=memory),
+    ),
+    "selective_state_update: out": (torch.zeros(3, 2, 4, 6), lambda memory: update(UPDATE[0], out=memory)),
+    "selective_state_update: state": (torch.zeros(5, 4, 6, 5, dtype=torch.bfloat16), update),
+    "selective_state_update: intermediate_states_buffer": (
+        torch.zeros(3, 2, 4, 6, 5, dtype=torch.bfloat16),
+        lambda memory: update(UPDATE[0], intermediate_states_buffer=memory),
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", MEMORY)
+def test_memory_for_results_is_checked(argument: str) -> None:
+    assert_memory_is_checked(argument, *MEMORY[argument])

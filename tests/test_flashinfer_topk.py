@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_same_bits
+from checks import assert_memory_is_checked, assert_same_bits
 from torch import Tensor
 
 from pagedattn_ext import CPUGraph, flashinfer
@@ -159,3 +159,31 @@ def test_wrong_dtypes_are_refused() -> None:
         PAGES(X, TABLE, LENGTHS, K, out=torch.zeros(ROWS, K, dtype=torch.uint8))  # which would cut slots off
     with pytest.raises(TypeError, match=r"^concat_mla_k: k_rope: expected dtype float32, as k has, got float64"):
         concat_mla_k(torch.zeros(1, 1, 3), torch.zeros(1, 1, 2), torch.zeros(1, 1, 1).double())
+
+
+MEMORY: dict[str, tuple[Tensor, Any]] = {
+    "top_k_page_table_transform: out": (TABLE[:, :K], lambda memory: PAGES(X, TABLE, LENGTHS, K, out=memory)),
+    "top_k_page_table_transform: out_raw_indices": (
+        TABLE[:, :K],
+        lambda memory: PAGES(X, TABLE, LENGTHS, K, out_raw_indices=memory),
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", MEMORY)
+def test_memory_for_results_is_checked(argument: str) -> None:
+    assert_memory_is_checked(argument, *MEMORY[argument])
+
+
+@pytest.mark.parametrize(
+    ("k", "message"),
+    [
+        (torch.zeros(3, 2, 12, device="meta"), "expected a tensor on cpu, got one on meta"),
+        (torch.zeros(12).expand(3, 2, 12), "expected memory for each element, got an expanded tensor"),
+    ],
+    ids=["meta", "expanded"],
+)
+def test_memory_for_keys_is_checked(k: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^concat_mla_k: k: {message}$"):
+        concat_mla_k(k, torch.ones(3, 2, 8), torch.ones(3, 1, 4))
+    assert k.is_meta or not k.any()

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from checks import assert_memory_is_checked
 from torch import Tensor
 from transformers import Mamba2Config, MambaConfig, Qwen3NextConfig
 from transformers.models.mamba import modeling_mamba
@@ -295,7 +296,9 @@ def test_complex_numbers_are_refused() -> None:
         (mamba_chunk_scan_combined, [x, dt, A, groups, groups, 4], {"initial_states": states}, "initial_states"),
         (chunk_gated_delta_rule, [x, x, x, dt, dt], {"initial_state": states[..., :6]}, "initial_state"),
     ):
-        with pytest.raises(TypeError, match=rf"^{function.__name__}: {name}: expected a real dtype, got complex64"):
+        with pytest.raises(
+            TypeError, match=rf"^{function.__name__}: {name}: expected a (real|float) dtype, got complex64"
+        ):
             function(*arguments, **options)
 
 
@@ -602,6 +605,29 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
 def test_refused(function: Callable[..., Any], arguments: list[Any], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{function.__name__}: {message}"):
         function(*arguments, **options)
+
+
+MEMORY: dict[str, tuple[Tensor, Any]] = {
+    "causal_conv1d_fn: final_states_out": (
+        torch.zeros(2, 6, 3),
+        lambda memory: causal_conv1d_fn(X + 1, W, final_states_out=memory),
+    ),
+    "causal_conv1d_update: conv_state": (
+        torch.zeros(2, 6, 3),
+        lambda memory: causal_conv1d_update(X + 1, memory, W, cache_seqlens=torch.zeros(2).int()),
+    ),
+    "selective_state_update: state": (
+        torch.zeros(2, 3, 4, 8, dtype=torch.bfloat16),
+        lambda memory: selective_state_update(
+            memory, *[torch.ones(2, 3, 4)] * 2, torch.ones(3, 4, 8), *[torch.ones(2, 3, 8)] * 2
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", MEMORY)
+def test_memory_for_results_is_checked(argument: str) -> None:
+    assert_memory_is_checked(argument, *MEMORY[argument])
 
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda function: function.__name__)

@@ -186,6 +186,44 @@ def check_shape(function: Callable[..., Any], name: str, tensor: Tensor | None, 
         raise ValueError(f"{function.__qualname__}: {name}: expected shape {expected}, got {got}")
 
 
+def check_memory(
+    function: Callable[..., Any],
+    name: str,
+    memory: Tensor | None,
+    shape: Sequence[int],
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> None:
+    """Memory that a caller gives for a result of this shape, dtype and device. None is no memory, and passes.
+
+    Torch would repeat the result in memory of a larger shape, and cut off fractions in memory of ints. In memory of the
+    meta device the result would be lost.
+
+    dtype: None is any float dtype, to which the result is rounded.
+    """
+    if memory is None:
+        return
+    check_shape(function, name, memory, shape)
+    is_right = memory.is_floating_point() if dtype is None else memory.dtype == dtype
+    if not is_right:
+        expected = "a float dtype" if dtype is None else f"dtype {str(dtype).removeprefix('torch.')}"
+        got = str(memory.dtype).removeprefix("torch.")
+        raise TypeError(f"{function.__qualname__}: {name}: expected {expected}, got {got}")
+    if memory.device != device:
+        raise ValueError(f"{function.__qualname__}: {name}: expected a tensor on {device}, got one on {memory.device}")
+    refuse_expanded(function, **{name: memory})
+
+
+def refuse_expanded(function: Callable[..., Any], **memory: Tensor) -> None:
+    """For memory that is written: several elements of an expanded tensor are one place, which can hold one of them."""
+    for name, tensor in memory.items():
+        _call.check_tensors(function.__qualname__, **{name: tensor})
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise ValueError(
+                f"{function.__qualname__}: {name}: expected memory for each element, got an expanded tensor"
+            )
+
+
 def check_real(function: Callable[..., Any], name: str, tensor: Tensor) -> None:
     """For what is copied into another dtype: torch would drop what is imaginary."""
     if tensor.is_complex():

@@ -105,13 +105,5 @@ def check_page_lists(function: Callable[..., Any], page_size: int, **lists: Tens
             )
 
 
-def check_result(function: Callable[..., Any], name: str, given: Tensor | None, computed: Tensor) -> None:
-    """Memory that a caller gives for a result. Torch would repeat a result in memory of a larger shape."""
-    if given is not None and given.shape != computed.shape:
-        raise ValueError(
-            f"{function.__qualname__}: {name}: expected shape {list(computed.shape)}, got {list(given.shape)}"
-        )
-
-
 def values_are_checked(tensor: Tensor) -> bool:
     return tensor.is_cpu or is_on("PAGEDATTN_CHECK")

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from . import flash_attn
-from ._adapters import call_as, refuse_gradients
-from ._index_checks import check_result
+from ._adapters import call_as, check_memory, refuse_gradients
 from .flash_attn._arguments import WindowSize
 from .ops._call import check_rank
 
@@ -184,7 +183,7 @@ def flash_attn_combine(
     Args:
         out_partial: [num_splits, batch, seqlen, num_heads, head_size], or without batch.
         lse_partial: fp32 [num_splits, batch, seqlen, num_heads]; -inf for a set without tokens.
-        out: where the result goes; allocated by default.
+        out: where the result goes, of any float dtype; allocated by default.
         out_dtype: its dtype; default that of out_partial.
     """
     function = flash_attn_combine
@@ -196,7 +195,7 @@ def flash_attn_combine(
     lse = natural.logsumexp(0)
     weights = torch.where(natural == -torch.inf, 0, (natural - lse).exp())[..., None]
     combined = torch.where(weights == 0, 0, weights * out_partial).sum(0).to(out_dtype or out_partial.dtype)
-    check_result(function, "out", out, combined)
+    check_memory(function, "out", out, combined.shape, None, combined.device)
     return (combined if out is None else out.copy_(combined)), lse
 
 

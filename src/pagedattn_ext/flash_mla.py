@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import call_as, check_shape, expect_defaults, refuse_bools, refuse_gradients, starts_of_equal
+from ._adapters import (
+    call_as,
+    check_memory,
+    check_shape,
+    expect_defaults,
+    refuse_bools,
+    refuse_gradients,
+    starts_of_equal,
+)
 from ._index_checks import check_indices, check_range
 from .ops._call import check_rank, check_tensors, to_int
 
@@ -99,7 +107,7 @@ def flash_mla_with_kvcache(
     num_kv_heads = k_cache.shape[2]
     _check_heads(function, q, k_cache=k_cache)
     head_dim_v = _width_of_values(function, head_size, head_dim_v=head_dim_v)
-    _check_out(function, out, q, head_dim_v)
+    check_memory(function, "out", out, (batch, seqlen_q, num_heads, head_dim_v), q.dtype, q.device)
     check_indices(function, "cache_seqlens", cache_seqlens, batch)
     starts = None if seqlen_q == 1 else starts_of_equal(batch, seqlen_q, q.device)
     heads = zip(q.flatten(0, 1).chunk(num_kv_heads, 1), k_cache.unbind(2), strict=True)
@@ -160,7 +168,7 @@ def flash_mla_sparse_fwd(
     topk = indices.shape[2]
     check_shape(function, "indices", indices, (num_rows, num_kv_heads, topk))
     d_v = _width_of_values(function, head_size, d_v=d_v)
-    _check_out(function, out, q, d_v)
+    check_memory(function, "out", out, (num_rows, num_heads, d_v), q.dtype, q.device)
     check_shape(function, "attn_sink", attn_sink, (num_heads,))
     is_seen = (indices >= 0) & (indices < num_tokens)
     if topk_length is not None:
@@ -207,13 +215,6 @@ def _width_of_values(function: Callable[..., Any], head_size: int, **width: int)
     if not 1 <= number <= head_size:
         raise ValueError(f"{function.__name__}: {name}: expected 1 to {head_size}, got {number}")
     return number
-
-
-def _check_out(function: Callable[..., Any], out: Tensor | None, q: Tensor, width: int) -> None:
-    check_shape(function, "out", out, (*q.shape[:-1], width))
-    if out is not None and out.dtype != q.dtype:
-        expected, got = (str(dtype).removeprefix("torch.") for dtype in (q.dtype, out.dtype))
-        raise TypeError(f"{function.__name__}: out: expected dtype {expected}, as q has, got {got}")
 
 
 def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from ._C import MAX_HEAD_SIZE as MAX_HEAD_SIZE
 from .huge_pages import empty_huge_pages
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-CACHE_DTYPES = (*FLOAT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+CACHE_DTYPES = (*FLOAT_DTYPES, *FP8_DTYPES, torch.int8)
 LAYOUTS = ("chunked", "nhd")
 
 
@@ -45,7 +46,8 @@ def allocate_kv_cache(
         layout: "chunked" is a 5-D key cache and a 4-D value cache. "nhd" is two caches of [num_blocks, block_size,
             num_kv_heads, head_size].
 
-    Raises TypeError for a wrong type and ValueError for a wrong size, before anything is allocated.
+    Raises TypeError for a wrong type and ValueError for a wrong size, before anything is allocated. On the CPU it
+    raises MemoryError if there is not enough memory.
     """
     if dtype not in CACHE_DTYPES:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in CACHE_DTYPES)

@@ -8,5 +8,5 @@ def is_on(variable: str) -> bool:
     asked for by another word must not be left out without a word."""
     text = os.environ.get(variable, "")
     if text not in ("", "0", "1"):
-        raise ValueError(f"{variable}: expected 0 or 1, got {text}")
+        raise ValueError(f"{variable}: expected 0 or 1, got {text!r}")
     return text == "1"

@@ -63,7 +63,7 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        if attn_metadata is None or output_scale is not None or output_block_scale is not None or not self._is_ours():
+        if attn_metadata is None or output_scale is not None or output_block_scale is not None or not self.is_ours():
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
@@ -72,7 +72,7 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         num_tokens = attn_metadata.num_actual_tokens
         out, _ = ops.paged_attention(
             query[:num_tokens],
-            *_caches(kv_cache),
+            *caches_of(kv_cache),
             attn_metadata.block_table,
             attn_metadata.seq_lens,
             query_start_loc=attn_metadata.query_start_loc,
@@ -92,25 +92,25 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        if not self._is_ours():
+        if not self.is_ours():
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         num_tokens = slot_mapping.shape[0]  # rows behind them are padding
         ops.reshape_and_cache(
             key[:num_tokens],
             value[:num_tokens],
-            *_caches(kv_cache),
+            *caches_of(kv_cache),
             slot_mapping,
             kv_cache_dtype=self.kv_cache_dtype,
             k_scale=layer._k_scale,
             v_scale=layer._v_scale,
         )
 
-    def _is_ours(self) -> bool:
+    def is_ours(self) -> bool:
         return bool(self.attn_type == AttentionType.DECODER)
 
 
-def _caches(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+def caches_of(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values, [num_blocks, block_size, num_kv_heads, head_size] each: views of what vLLM keeps as one tensor,
     whose blocks hold, for each head, the keys of all tokens and then the values of all tokens."""
     num_blocks, num_kv_heads, block_size, two_heads = kv_cache.shape

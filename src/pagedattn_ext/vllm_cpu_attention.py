@@ -7,14 +7,11 @@ any strides but the last, such as the halves along dimension 2 of one tensor.
 Taken, and without effect: isa, scheduler_metadata, enable_kv_split.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import call_as, check_ranks, packed_heads, refuse_bools, scale_tensor, to_fp32
+from ._adapters import call_as, check_memory, check_ranks, packed_heads, refuse_bools, scale_tensor, to_fp32
 from .ops._call import check_tensors, to_int
 
 __all__ = ["cpu_attention_with_kv_cache", "cpu_attn_get_scheduler_metadata", "cpu_attn_reshape_and_cache"]
@@ -104,7 +101,8 @@ def cpu_attention_with_kv_cache(
     name = "cpu_attention_with_kv_cache"
     refuse_bools(cpu_attention_with_kv_cache, scale=scale)
     check_ranks(cpu_attention_with_kv_cache, key_cache=(key_cache, 4), value_cache=(value_cache, 4))
-    check_output(cpu_attention_with_kv_cache, output, query=query)
+    check_tensors(name, query=query, output=output)
+    check_memory(cpu_attention_with_kv_cache, "output", output, query.shape, query.dtype, query.device)
     if type(sliding_window) is not int:
         sliding_window = to_int(name, "sliding_window", sliding_window)
     if s_aux is not None:
@@ -140,14 +138,3 @@ def cpu_attention_with_kv_cache(
         ops.batch_positions, query_start_loc, seq_lens, len(query),
     )  # fmt: skip
     output.copy_(torch.where(dynamic_causal.bool()[sequence, None, None], attend(True), attend(False)))
-
-
-def check_output(function: Callable[..., Any], output: Tensor, **like: Tensor) -> None:
-    """That a result is copied into memory of its own shape and dtype, where it lies. like: the argument it is like."""
-    ((name, tensor),) = like.items()
-    check_tensors(function.__qualname__, output=output, **like)
-    if output.shape != tensor.shape or output.dtype != tensor.dtype or output.device != tensor.device:
-        raise ValueError(
-            f"{function.__qualname__}: output: expected shape {list(tensor.shape)}, {tensor.dtype} on {tensor.device}, "
-            f"as {name}, got {list(output.shape)}, {output.dtype} on {output.device}"
-        )

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import call_as, is_recorded, refuse_bools, scale_tensor
+from ._adapters import call_as, check_memory, is_recorded, refuse_bools, scale_tensor
 from ._index_checks import check_indices, num_seqs_of
 from .ops._call import check_rank, check_tensors, to_int
 
 __all__ = ["cp_gather_cache", "gather_and_maybe_dequant_cache", "mla_decode_kvcache_cpu"]
 
-FP8 = dict.fromkeys(("fp8", "fp8_e4m3"), torch.float8_e4m3fn) | {"fp8_e5m2": torch.float8_e5m2}
+FP8_OF = dict.fromkeys(("fp8", "fp8_e4m3"), torch.float8_e4m3fn) | {"fp8_e5m2": torch.float8_e5m2}
 
 
 def mla_decode_kvcache_cpu(
@@ -35,9 +35,9 @@ def mla_decode_kvcache_cpu(
     for name, tensor in (("out", out), ("query", query), ("kv_cache", kv_cache)):
         check_rank(function.__qualname__, name, tensor, 3)
     latent_size = out.shape[2]
-    if out.shape[:2] != query.shape[:2] or not 1 <= latent_size <= query.shape[2] or out.dtype != query.dtype:
-        expected = f"{[*query.shape[:2], f'up to {query.shape[2]}']} of {query.dtype}, as query"
-        raise ValueError(f"{function.__qualname__}: out: expected {expected}, got {list(out.shape)} of {out.dtype}")
+    if not 1 <= latent_size <= query.shape[2]:
+        raise ValueError(f"{function.__qualname__}: out: expected heads of 1 to {query.shape[2]}, got {latent_size}")
+    check_memory(function, "out", out, (*query.shape[:2], latent_size), query.dtype, query.device)
     names = {"q_nope": "query", "q_pe": "query", "kv_c_cache": "kv_cache", "k_pe_cache": "kv_cache"}
     result, _ = call_as(
         function, names, ops.mla_attention,
@@ -65,12 +65,10 @@ def cp_gather_cache(
         seq_starts: int32 or int64 [batch_size], the position of each sequence's first token; None is 0.
     """
     function = cp_gather_cache
-    check_tensors(function.__qualname__, src_cache=src_cache, dst=dst)
-    if dst.dtype != src_cache.dtype:
-        expected = f"{src_cache.dtype}, as src_cache"
-        raise TypeError(f"{function.__qualname__}: dst: expected {expected}, got {dst.dtype}")
+    check_tensors(function.__qualname__, src_cache=src_cache)
     num_seqs = to_int(function.__qualname__, "batch_size", batch_size)
-    dst, is_token, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, num_seqs)
+    dtype = src_cache.dtype
+    dst, is_token, rows = _gathered(function, src_cache, dst, dtype, block_table, cu_seq_lens, seq_starts, num_seqs)
     dst.copy_(torch.where(is_token, rows, dst))
 
 
@@ -85,28 +83,28 @@ def gather_and_maybe_dequant_cache(
     scale: Tensor | float | None,
     seq_starts: Tensor | None = None,
 ) -> None:
-    """`cp_gather_cache` of a cache that may be fp8, whose numbers times scale are the tokens, in any dtype of dst.
+    """`cp_gather_cache` of a cache that may be fp8, whose numbers times scale are the tokens. dst has any float dtype.
     token_to_seq and num_tokens have no effect.
 
     kv_cache_dtype: "auto" says that the cache is not fp8; the others, which fp8 it is: of that dtype, or uint8.
     """
     function = gather_and_maybe_dequant_cache
-    check_tensors(function.__qualname__, src_cache=src_cache, dst=dst)
-    if kv_cache_dtype != "auto" and kv_cache_dtype not in FP8:
-        expected = f"one of auto, {', '.join(FP8)}"
+    check_tensors(function.__qualname__, src_cache=src_cache)
+    if kv_cache_dtype != "auto" and kv_cache_dtype not in FP8_OF:
+        expected = f"one of auto, {', '.join(FP8_OF)}"
         raise ValueError(f"{function.__qualname__}: kv_cache_dtype: expected {expected}, got {kv_cache_dtype!r}")
     factor = scale_tensor(function, "scale", scale)
     if kv_cache_dtype == "auto":
         if src_cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             expected = "float32, float16 or bfloat16 with kv_cache_dtype 'auto'"
             raise TypeError(f"{function.__qualname__}: src_cache: expected {expected}, got {src_cache.dtype}")
-    elif src_cache.dtype in (torch.uint8, FP8[kv_cache_dtype]):
-        src_cache = src_cache.view(FP8[kv_cache_dtype])
+    elif src_cache.dtype in (torch.uint8, FP8_OF[kv_cache_dtype]):
+        src_cache = src_cache.view(FP8_OF[kv_cache_dtype])
     else:
-        expected = f"uint8 or {FP8[kv_cache_dtype]} with kv_cache_dtype {kv_cache_dtype!r}"
+        expected = f"uint8 or {FP8_OF[kv_cache_dtype]} with kv_cache_dtype {kv_cache_dtype!r}"
         raise TypeError(f"{function.__qualname__}: src_cache: expected {expected}, got {src_cache.dtype}")
     num_seqs = num_seqs_of(function, "cu_seq_lens", cu_seq_lens)
-    dst, is_token, rows = _gathered(function, src_cache, dst, block_table, cu_seq_lens, seq_starts, num_seqs)
+    dst, is_token, rows = _gathered(function, src_cache, dst, None, block_table, cu_seq_lens, seq_starts, num_seqs)
     if kv_cache_dtype != "auto":
         rows = rows.float() if factor is None else rows.float() * factor.to(rows.device)
     dst.copy_(torch.where(is_token, rows.to(dst.dtype), dst))
@@ -116,21 +114,24 @@ def _gathered(
     function: Callable[..., Any],
     src_cache: Tensor,
     dst: Tensor,
+    dtype: torch.dtype | None,
     block_table: Tensor,
     cu_seq_lens: Tensor,
     seq_starts: Tensor | None,
     num_seqs: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first rows of dst, which of them are to be written [num_rows, 1], and what they get, in the cache's dtype.
-    The others get anything. To leave the others out is to wait for a GPU, and a graph cannot."""
+    The others get anything. To leave the others out is to wait for a GPU, and a graph cannot.
+
+    dtype: of dst; None is any float dtype.
+    """
     name = function.__qualname__
     check_tensors(name, block_table=block_table, cu_seq_lens=cu_seq_lens)
     check_rank(name, "src_cache", src_cache, 3)
     check_indices(function, "cu_seq_lens", cu_seq_lens, num_seqs + 1)
     num_blocks, block_size, entry_size = src_cache.shape
-    if dst.dim() != 2 or dst.shape[1] != entry_size:
-        expected = f"shape [num_tokens, {entry_size}], as src_cache"
-        raise ValueError(f"{name}: dst: expected {expected}, got {list(dst.shape)}")
+    check_rank(name, "dst", dst, 2)
+    check_memory(function, "dst", dst, (len(dst), entry_size), dtype, src_cache.device)
     if cu_seq_lens.is_cpu and num_seqs >= 0 and not is_recorded(dst.device):
         dst = dst[: int(cu_seq_lens[-1])]
     first = torch.zeros_like(cu_seq_lens[1:]) if seq_starts is None else seq_starts

@@ -9,8 +9,10 @@ that are dicts. k_scale and v_scale may be floats.
 
 The functions of vLLM's attention on CPUs are those of `vllm_cpu_attention`, those that read latents of `vllm_mla`.
 
-Taken, and without effect: tp_rank. Refused, with a ValueError that names the argument: blocksparse_vert_stride,
-interleaved_v, and output_scale of `merge_attn_states`. A bool is no scale.
+Taken, and without effect: tp_rank, blocksparse_local_blocks, blocksparse_block_size and blocksparse_head_sliding_step
+of `paged_attention_v1` and `paged_attention_v2`; scale and skip_scale of `concat_and_cache_mla`. Refused, with a
+ValueError that names the argument: blocksparse_vert_stride, interleaved_v, and output_scale of `merge_attn_states`. A
+bool is no scale.
 """
 
 import math
@@ -23,23 +25,25 @@ from torch import Tensor
 from . import ops
 from ._adapters import (
     call_as,
+    check_memory,
     check_ranks,
     check_scales,
     check_shape,
     expect_defaults,
     packed_heads,
     refuse_bools,
+    refuse_expanded,
     scale_tensor,
 )
 from ._index_checks import check_indices
+from .kv_cache import FP8_DTYPES
 from .ops._call import call, check_rank, check_tensors, to_int
 from .vllm_cpu_attention import (
-    check_output,
     cpu_attention_with_kv_cache,
     cpu_attn_get_scheduler_metadata,
     cpu_attn_reshape_and_cache,
 )
-from .vllm_mla import cp_gather_cache, gather_and_maybe_dequant_cache, mla_decode_kvcache_cpu
+from .vllm_mla import FP8_OF, cp_gather_cache, gather_and_maybe_dequant_cache, mla_decode_kvcache_cpu
 
 __all__ = [
     "concat_and_cache_mla",
@@ -72,8 +76,8 @@ __all__ = [
 ]
 
 Scale = float | Tensor | None
+FP8_OR_BYTES = (*FP8_DTYPES, torch.uint8)
 # {source: target} or {source: [target, ...]}, pairs, or int64 [num_pairs, 2]
-FP8_OR_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)
 BlockMapping = Mapping[int, int | Sequence[int]] | Sequence[tuple[int, int]] | Tensor
 
 
@@ -104,6 +108,7 @@ def paged_attention_v1(
     """`ops.paged_attention_v1` in vLLM's order."""
     _refuse_block_sparse(paged_attention_v1, blocksparse_vert_stride)
     refuse_bools(paged_attention_v1, scale=scale)
+    refuse_expanded(paged_attention_v1, out=out)
     packed = packed_heads(out)
     call(
         "paged_attention_v1", packed, packed_heads(query), key_cache, value_cache, num_kv_heads, scale, block_tables,
@@ -140,6 +145,7 @@ def paged_attention_v2(
     """`ops.paged_attention_v2` in vLLM's order. Scratch is checked, and not used."""
     _refuse_block_sparse(paged_attention_v2, blocksparse_vert_stride)
     refuse_bools(paged_attention_v2, scale=scale)
+    refuse_expanded(paged_attention_v2, out=out)
     packed = packed_heads(out)
     call(
         "paged_attention_v2", packed, exp_sum, max_logits, tmp_out, packed_heads(query), key_cache, value_cache,
@@ -172,7 +178,7 @@ def single_query_cached_kv_attention(
     """
     function = single_query_cached_kv_attention
     check_ranks(function, query=(query, 3), value_cache=(value_cache, 4))
-    check_tensors(function.__name__, key_cache=key_cache, head_mapping=head_mapping)
+    check_tensors(function.__name__, output=output, key_cache=key_cache, head_mapping=head_mapping)
     num_heads, num_kv_heads = query.shape[1], value_cache.shape[1 if key_cache.dim() == 5 else 2]
     kv_heads = head_mapping.flatten().long()
     if len(kv_heads) != num_heads or not 0 <= int(kv_heads.min()) <= int(kv_heads.max()) < num_kv_heads:
@@ -180,7 +186,7 @@ def single_query_cached_kv_attention(
             f"{function.__name__}: head_mapping: expected {num_heads} elements from 0 to "
             f"{num_kv_heads - 1}, got {head_mapping.tolist()}"
         )
-    check_output(function, output, query=query)
+    check_memory(function, "output", output, query.shape, query.dtype, query.device)
     check_shape(function, "alibi_slopes", alibi_slopes, (num_heads,))
     # The ops take equally many heads for each KV head, side by side: each head gets a place of its own.
     place_in_group = (kv_heads[:, None] == kv_heads).tril(-1).sum(1)
@@ -224,10 +230,13 @@ def merge_attn_states(
         merge_attn_states, prefix_output=(prefix_output, 3), prefix_lse=(prefix_lse, 2),
         suffix_output=(suffix_output, 3), suffix_lse=(suffix_lse, 2),
     )  # fmt: skip
-    check_output(merge_attn_states, output, prefix_output=prefix_output)
+    check_tensors(name, output=output)
+    device = prefix_output.device
+    check_memory(merge_attn_states, "output", output, prefix_output.shape, prefix_output.dtype, device)
     num_tokens, num_heads = prefix_output.shape[:2]
-    for argument, lse in {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse, "output_lse": output_lse}.items():
+    for argument, lse in {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse}.items():
         check_shape(merge_attn_states, argument, lse, (num_heads, num_tokens))
+    check_memory(merge_attn_states, "output_lse", output_lse, prefix_lse.shape, prefix_lse.dtype, device)
     prefix_lses = prefix_lse.T.contiguous()
     if prefill_tokens_with_context is not None:
         prefill_tokens_with_context = to_int(name, "prefill_tokens_with_context", prefill_tokens_with_context)
@@ -303,6 +312,7 @@ def concat_and_cache_mla(
 
 def gather_cached_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """`ops.gather_cached_kv` into key and value."""
+    refuse_expanded(gather_cached_kv, key=key, value=value)
     packed = packed_heads(key), packed_heads(value)
     call("gather_cached_kv", *packed, key_cache, value_cache, slot_mapping)
     _write_back(key, packed[0])
@@ -345,7 +355,7 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
     "fp8_e4m3", or "fp8_e5m2". The shapes are equal, or both are contiguous with blocks of as many elements, as are
     caches whose parts of a head differ in size.
     """
-    fp8_of = dict.fromkeys(("auto", "fp8", "fp8_e4m3"), torch.float8_e4m3fn) | {"fp8_e5m2": torch.float8_e5m2}
+    fp8_of = {"auto": torch.float8_e4m3fn} | FP8_OF
     if not isinstance(kv_dtype, str) or kv_dtype not in fp8_of:
         raise ValueError(f"convert_fp8: kv_dtype: expected one of {', '.join(fp8_of)}, got {kv_dtype!r}")
     check_scales(convert_fp8, scale=scale)
@@ -356,6 +366,7 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
             expected = f"shape {list(input.shape)}, as input, or contiguous blocks of as many elements"
             raise ValueError(f"convert_fp8: output: expected {expected}, got {list(output.shape)}")
         input = input.view(output.shape)
+    check_memory(convert_fp8, "output", output, output.shape, output.dtype, input.device)  # dtypes are looked at below
 
     def as_fp8(tensor: Tensor) -> Tensor:
         return tensor.view(fp8_of[kv_dtype]) if tensor.dtype == torch.uint8 else tensor

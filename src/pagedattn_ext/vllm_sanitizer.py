@@ -12,7 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from .sanitizer import NO_BLOCK, CacheSanitizer, Row, watch
-from .vllm_backend import PagedAttentionImpl, _caches
+from .vllm_backend import PagedAttentionImpl, caches_of
 
 NULL_BLOCK = 0  # in vLLM's tables, in place of a block that was given back
 
@@ -47,7 +47,7 @@ class WatchedRunner:
         names_of: dict[int, list[str]] = {}  # by address: groups of layers lie in the same memory
         caches: dict[int, Any] = {}
         for name, layer in runner.compilation_config.static_forward_context.items():
-            if isinstance(getattr(layer, "impl", None), PagedAttentionImpl) and layer.impl._is_ours():
+            if isinstance(getattr(layer, "impl", None), PagedAttentionImpl) and layer.impl.is_ours():
                 address = layer.kv_cache.data_ptr()
                 caches[address] = layer.kv_cache
                 names_of.setdefault(address, []).append(name)
@@ -58,7 +58,7 @@ class WatchedRunner:
             raise NotImplementedError(f"pagedattn_ext: PAGEDATTN_SANITIZE: {expected}")
         self.sanitizer = CacheSanitizer(num_blocks, block_size)
         for address, kv_cache in caches.items():
-            self.sanitizer.register(*_caches(kv_cache), layer=" and ".join(names_of[address]))
+            self.sanitizer.register(*caches_of(kv_cache), layer=" and ".join(names_of[address]))
         specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
         self._windows = [getattr(spec, "sliding_window", None) for spec in specs]
         self._tables: dict[str, list[list[int]]] = {}

@@ -420,7 +420,7 @@ def test_rejects(device, op, i):
     ("numbers", "error", "message"),
     [
         ({"top_k": 0}, ValueError, "top_k: expected 1 or more, got 0"),
-        ({"top_k": True}, TypeError, "top_k: expected an int or a tensor, got bool"),
+        ({"top_k": True}, TypeError, "top_k: expected an int, got bool"),
         ({"top_k": 2.0}, TypeError, "top_k: expected an int, got float"),
         ({"top_p": 1.01}, ValueError, r"top_p: expected 0 to 1, got 1\.01"),
         ({"top_p": "1"}, TypeError, "top_p: expected a number or a tensor, got str"),

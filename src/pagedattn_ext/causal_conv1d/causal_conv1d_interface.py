@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
-from pagedattn_ext._adapters import call_as, check_real, check_shape, refuse_gradients, starts_of_runs, to_fp32
+from pagedattn_ext._adapters import (
+    call_as,
+    check_memory,
+    check_real,
+    check_shape,
+    refuse_expanded,
+    refuse_gradients,
+    starts_of_runs,
+    to_fp32,
+)
 from pagedattn_ext._index_checks import check_indices, values_are_checked
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
@@ -35,7 +44,7 @@ def causal_conv1d_fn(
         seq_idx: int32 [batch, seq_len], a number for the rows of each sequence in x, which lie side by side; -1 is
             padding, whose result is zeros. Not together with initial_states, return_final_states or final_states_out.
         initial_states: [batch, dim, width - 1], the rows before x; None is zeros.
-        final_states_out: [batch, dim, width - 1], memory for the final states.
+        final_states_out: [batch, dim, width - 1], memory of x's dtype for the final states.
         activation: None, "silu" or "swish".
     """
     refuse_gradients(causal_conv1d_fn, x=x, weight=weight, bias=bias, initial_states=initial_states)
@@ -56,11 +65,11 @@ def causal_conv1d_fn(
         check_shape(causal_conv1d_fn, "initial_states", initial_states, states.shape)
         check_real(causal_conv1d_fn, "initial_states", initial_states)
         states.copy_(initial_states)
+    check_memory(causal_conv1d_fn, "final_states_out", final_states_out, states.shape, x.dtype, x.device)
     out = _convolve(causal_conv1d_fn, x, states, weight, bias, activation, starts=starts)
     if seq_idx is not None:
         out.masked_fill_((seq_idx < 0).unsqueeze(1), 0)
     if final_states_out is not None:
-        check_shape(causal_conv1d_fn, "final_states_out", final_states_out, states.shape)
         states = final_states_out.copy_(states)
     return (out, states) if return_final_states else out
 
@@ -111,6 +120,7 @@ def _update_rings(
     function = causal_conv1d_update
     check_tensors(function.__qualname__, conv_state=conv_state)
     check_rank(function.__qualname__, "conv_state", conv_state, 3)
+    refuse_expanded(function, conv_state=conv_state)
     batch_size, _, seq_len = x.shape
     num_slots, dim, state_len = conv_state.shape
     check_indices(function, "cache_seqlens", cache_seqlens, batch_size)

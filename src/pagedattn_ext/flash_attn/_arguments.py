@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import to_fp32
-from ..ops._call import check_bool, check_tensors, refuse_bools, to_int
-from ._attend import FP8
+from .._adapters import check_memory, to_fp32, window_of
+from ..kv_cache import FP8_DTYPES
+from ..ops._call import check_bool, check_tensors, given, refuse_bools, to_int
 
 WindowSize = Sequence[int | None]  # (left, right), inclusive; None or less than 0 is no window
 
@@ -59,8 +59,7 @@ def options_of(
     if type(right) is not int:
         right = None if right is None else to_int(name, "window_size", right)
     options: dict[str, Any] = {"scale": max(q.shape[-1], 1) ** -0.5 if softmax_scale is None else softmax_scale}
-    if left is not None and left >= 0:
-        options["sliding_window"] = left + 1  # it counts the row's own token
+    options |= given({"sliding_window": window_of(left)})
     if not causal:
         options["causal"] = False
         if right is not None and right >= 0:
@@ -132,12 +131,5 @@ def sinks_of(
 def check_out(function: Callable[..., Any], out: Tensor | None, q: Tensor, v: Tensor) -> None:
     if out is None:
         return
-    check_tensors(function.__name__, out=out)
-    shape, dtype = (*q.shape[:-1], v.shape[-1]), torch.bfloat16 if q.dtype in FP8 else q.dtype
-    if out.shape != shape or out.dtype != dtype or out.device != q.device:
-        raise ValueError(
-            f"{function.__name__}: out: expected shape {list(shape)}, {dtype} on {q.device}, got {list(out.shape)}, "
-            f"{out.dtype} on {out.device}"
-        )
-    if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"{function.__name__}: out: expected memory for each element, got an expanded tensor")
+    dtype = torch.bfloat16 if q.dtype in FP8_DTYPES else q.dtype
+    check_memory(function, "out", out, (*q.shape[:-1], v.shape[-1]), dtype, q.device)

@@ -20,17 +20,17 @@ from .._adapters import (
     is_one_scale,
     is_recorded,
     refuse_bools,
+    refuse_expanded,
     scale_tensor,
     sequences_of_rows,
     write_to_slots,
 )
 from .._index_checks import values_are_checked
+from ..kv_cache import FP8_DTYPES
 from ..ops._call import call, check_rank, check_tensors, given
 
 Function = Callable[..., Any]
 Keys = tuple[Tensor, Tensor, Tensor, Tensor]  # key_cache, value_cache, block_tables, seq_lens
-
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class NewTokens(NamedTuple):
@@ -56,7 +56,7 @@ class Extras(NamedTuple):
 
     def need_pages(self, query: Tensor) -> bool:
         """Whether attention without a cache needs one."""
-        return self.seqused_q is not None or query.dtype in FP8
+        return self.seqused_q is not None or query.dtype in FP8_DTYPES
 
 
 def attend_pages(
@@ -78,7 +78,7 @@ def attend_pages(
     if extras.seqused_q is not None:
         return _of_used_rows(function, query, keys, starts, extras.seqused_q, options, extras._replace(seqused_q=None))
     if (
-        query.dtype in FP8
+        query.dtype in FP8_DTYPES
         or (has_scales and _scales_differ(extras))
         or (new is not None and _are_in_fp8(new, key_cache))
     ):
@@ -94,7 +94,7 @@ def attend_pages(
         wide = key_copy, value_copy, block_tables, seq_lens
         out, lse = attend_pages(function, _widened(query, width), wide, starts, options, extras, wide_new)
         if new is not None:
-            write_back(new, block_tables, seq_lens, (key_cache, key_copy), (value_cache, value_copy))
+            write_back(function, new, block_tables, seq_lens, (key_cache, key_copy), (value_cache, value_copy))
         return out[..., : value_cache.shape[-1]].contiguous(), lse
     options = {**options, **_scales(function, extras)} if has_scales else options.copy()
     if starts is not None:
@@ -190,17 +190,23 @@ def copied_pages(keys: Keys, new: NewTokens | None, convert: Callable[[Tensor], 
 
 
 def write_back(
-    new: NewTokens, block_tables: Tensor, cached_lens: Tensor, *caches_and_copies: tuple[Tensor, Tensor]
+    function: Function,
+    new: NewTokens,
+    block_tables: Tensor,
+    cached_lens: Tensor,
+    keys_and_copy: tuple[Tensor, Tensor],
+    values_and_copy: tuple[Tensor, Tensor],
 ) -> None:
     """Writes to caches what the op has appended to `copied_pages` of them, and nothing else: other tokens may be those
     of other threads."""
-    num_blocks, page_size = caches_and_copies[0][0].shape[:2]
+    refuse_expanded(function, key_cache=keys_and_copy[0], value_cache=values_and_copy[0])
+    num_blocks, page_size = keys_and_copy[0].shape[:2]
     sequences, positions = None, cached_lens.contiguous()
     if new.starts is not None:
         sequences, positions = ops.batch_positions(new.starts, positions, new.key.shape[:-2].numel())
     slots = ops.compute_slot_mapping(positions, block_tables, page_size, num_blocks, batch_indices=sequences)
     places = slots // page_size, slots % page_size
-    for cache, copy in caches_and_copies:
+    for cache, copy in (keys_and_copy, values_and_copy):
         write_to_slots(cache, slots, copy[places][..., : cache.shape[-1]], slots >= 0, page_size)
 
 
@@ -223,7 +229,7 @@ def _scales_differ(extras: Extras) -> bool:
 
 def _are_in_fp8(new: NewTokens, key_cache: Tensor) -> bool:
     """Whether new tokens are the numbers of an fp8 cache."""
-    return new.key.dtype in FP8 and new.key.dtype == new.value.dtype == key_cache.dtype
+    return new.key.dtype in FP8_DTYPES and new.key.dtype == new.value.dtype == key_cache.dtype
 
 
 def _scaled(
@@ -249,16 +255,16 @@ def _scaled(
     if new is not None:
         new = _scaled_new(function, keys[0], extras, new)
     extras = extras._replace(k_descale=None, v_descale=None)
-    if keys[0].dtype not in FP8:
-        if query.dtype in FP8:
+    if keys[0].dtype not in FP8_DTYPES:
+        if query.dtype in FP8_DTYPES:
             expected = f"{keys[0].dtype}, the dtype of the keys"
             raise TypeError(f"paged_attention: query: expected {expected}, got {query.dtype}")
         return attend_pages(function, query, keys, starts, options, extras, new)
     options = options | {name: options[name].float() for name in ("rotary_cos", "rotary_sin") if name in options}
     scaled = query.float() * k_scale
-    if query.dtype in FP8:
+    if query.dtype in FP8_DTYPES:
         scaled = scaled * q_scale
-    dtype = torch.bfloat16 if query.dtype in FP8 else query.dtype
+    dtype = torch.bfloat16 if query.dtype in FP8_DTYPES else query.dtype
     out, lse = attend_pages(function, scaled, keys, starts, options, extras, new)
     return (out * v_scale).to(dtype), lse
 
@@ -271,10 +277,10 @@ def _scaled_new(function: Function, key_cache: Tensor, extras: Extras, new: NewT
     by_row = partial(call_as, function, {"start_loc": "key_start_loc"}, _by_row, function)
     k_scale = by_row("k_descale", extras.k_descale, new.starts, key, key.shape[1])
     v_scale = by_row("v_descale", extras.v_descale, new.starts, value, value.shape[1])
-    if key_cache.dtype not in FP8:
+    if key_cache.dtype not in FP8_DTYPES:
         return new
     for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype in FP8:
+        if tensor.dtype in FP8_DTYPES:
             expected = f"no fp8, or {key_cache.dtype} of both, as the caches have"
             raise TypeError(f"append_and_attend: {name}: expected {expected}, got {tensor.dtype}")
     return NewTokens(key.float() / k_scale, value.float() / v_scale, new.starts)

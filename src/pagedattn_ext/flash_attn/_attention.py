@@ -420,7 +420,7 @@ def _attend_behind_padding(
         options = {"rotary_lens": cache_seqlens.contiguous(), **options}
     result = attend_pages(function, query, keys, starts, options, extras, new)
     if new is not None and are_copied:
-        write_back(new, block_table, cache_seqlens, (k_cache, caches[0]), (v_cache, caches[1]))
+        write_back(function, new, block_table, cache_seqlens, (k_cache, caches[0]), (v_cache, caches[1]))
     return result
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import check_scales, check_shape, kept, refuse_bools, window_of
+from .._adapters import check_memory, check_scales, kept, refuse_bools, window_of
 from ..ops._call import check_bool, check_tensors, given, to_int
 from ._positions import POS_ENCODING_MODES, alibi_slopes, check_positive
 
@@ -156,14 +156,6 @@ def one_factor(function: Callable[..., Any], name: str, scale: float | Tensor) -
         raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}") from None
 
 
-def _check_memory(function: Callable[..., Any], name: str, memory: Tensor, result: Tensor) -> None:
-    """Torch would repeat a result in memory of a larger shape, and cut off the fractions in memory of ints."""
-    check_shape(function, name, memory, result.shape)
-    if not memory.is_floating_point():
-        dtype = str(memory.dtype).removeprefix("torch.")
-        raise TypeError(f"{function.__qualname__}: {name}: expected a float dtype, got {dtype}")
-
-
 def results_of(
     function: Callable[..., Any],
     attended: Tensor,
@@ -182,10 +174,8 @@ def results_of(
         raise refusal(function, "lse_layout", "'NH' or 'HN'", repr(lse_layout))
     if lse_layout == "HN":
         natural_lse = natural_lse.t().contiguous()
-    if out is not None:
-        _check_memory(function, "out", out, attended)
-    if lse is not None:
-        _check_memory(function, "lse", lse, natural_lse)
+    check_memory(function, "out", out, attended.shape, None, attended.device)
+    check_memory(function, "lse", lse, natural_lse.shape, None, natural_lse.device)
     if v_scale is not None:
         attended = attended.mul_(one_factor(function, "v_scale", v_scale))
     attended = attended if out is None else out.copy_(attended)

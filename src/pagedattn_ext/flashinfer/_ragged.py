@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 
 from .. import ops
 from .._adapters import call_as, sequences_of_rows, window_of
+from ..kv_cache import FP8_DTYPES
 from ..ops._call import call
 from ._mask import Mask, visible_keys
 from ._plan import Plan, refusal
@@ -108,7 +109,7 @@ def attend_ragged(
 
 def _beside(q: Tensor, function: Callable[..., Any], name: str, tensor: Tensor) -> Tensor:
     """Keys or values in the dtype of q: a copy of fp8. Other dtypes are refused, even if torch could convert them."""
-    if tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if tensor.dtype in FP8_DTYPES:
         return tensor.to(q.dtype)
     if tensor.dtype != q.dtype:
         expected, got = (str(dtype).removeprefix("torch.") for dtype in (q.dtype, tensor.dtype))

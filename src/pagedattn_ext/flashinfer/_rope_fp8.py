@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_scales, check_shape, converted_rows
+from .._adapters import call_as, check_memory, check_scales, check_shape, converted_rows
 from .._index_checks import check_indices
-from ..ops._call import check_rank, check_tensors
-from .page import as_fp16, check_layout, pages_of, pair_of, write_slots
+from ..kv_cache import FP8_DTYPES
+from ..ops._call import check_rank, check_tensors, given
+from .page import as_fp16, check_layout, pages_of, pair_of, write_latents, write_slots
 
 Function = Callable[..., Any]
 
@@ -143,15 +144,11 @@ def rope_quantize_fp8_append_paged_kv_cache(
     )  # fmt: skip
     k_rope, k_nope = outs[1].copy_(numbers[1]), outs[3].copy_(numbers[3])
     if v is None:
-        rows_and_caches = [
-            (as_fp16(function, name, rows), as_fp16(function, "paged_kv_cache", cache))
+        pairs = [
+            (name, as_fp16(function, name, rows), "paged_kv_cache", as_fp16(function, "paged_kv_cache", cache))
             for name, rows, cache in (("k_nope", k_nope, caches[0]), ("k_rope", k_rope, caches[1]))
         ]
-        for written in (slice(0), slice(None)):  # no row first: both caches are checked before anything is written
-            for rows, cache in rows_and_caches:
-                # The op writes two parts side by side: here a row's first number, and the others.
-                halves = rows[written, :1], rows[written, 1:]
-                call_as(function, CACHE_NAMES, ops.concat_and_cache_mla, *halves, cache, slots[written])
+        write_latents(function, pairs, slots)
     else:
         value = _scaled(v, quant_scale_kv, dtype).to(dtype)
         write_slots(function, CACHE_NAMES, torch.cat([k_rope, k_nope], -1), value, *caches, slots)
@@ -159,7 +156,7 @@ def rope_quantize_fp8_append_paged_kv_cache(
 
 
 SLOT_NAMES = {"block_tables": "kv_indices", "block_start_loc": "kv_indptr", "block_size": "page_size"}
-CACHE_NAMES = dict.fromkeys(("key_cache", "value_cache", "kv_cache"), "paged_kv_cache")
+CACHE_NAMES = dict.fromkeys(("key_cache", "value_cache"), "paged_kv_cache")
 CACHE_NAMES |= {"key": "k_rope", "value": "v"}
 
 
@@ -217,11 +214,12 @@ def _rotated_and_scaled(
     """For each of the parts, which `_check_parts` has seen, the numbers that fp8 is to hold, in fp32, and memory of
     fp8 for them, which is not written."""
     q_rope, k_rope, q_nope, k_nope = parts
-    check_tensors(function.__qualname__, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids)
+    named_outs = dict(zip(("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"), outs, strict=True))
+    check_tensors(function.__qualname__, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids, **given(named_outs))
     check_scales(function, quant_scale_q=scale_q, quant_scale_kv=scale_kv)
     check_indices(function, "pos_ids", pos_ids, len(q_rope))
     dtype = next((out.dtype for out in outs if out is not None), torch.float8_e4m3fn) if dtype is None else dtype
-    if dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if dtype not in FP8_DTYPES:
         raise TypeError(f"{function.__qualname__}: quantize_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype}")
     whole = (
         q_rope, k_rope,
@@ -229,16 +227,10 @@ def _rotated_and_scaled(
         k_rope[..., :0] if k_nope is None else k_nope,
     )  # fmt: skip
     memory = []
-    for name, part, out in zip(("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"), whole, outs, strict=True):
-        if out is None:
-            out = torch.empty_like(part, dtype=dtype, memory_format=torch.contiguous_format)
-        elif out.shape != part.shape or out.dtype != dtype:
-            expected, got = (f"{list(tensor.shape)} of {kind}" for tensor, kind in ((part, dtype), (out, out.dtype)))
-            raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got {got}")
-        if any(size > 1 and stride == 0 for size, stride in zip(out.shape, out.stride(), strict=True)):
-            expected = "memory for each element"
-            raise ValueError(f"{function.__qualname__}: {name}: expected {expected}, got an expanded tensor")
-        memory.append(out)
+    for part, (name, out) in zip(whole, named_outs.items(), strict=True):
+        check_memory(function, name, out, part.shape, dtype, part.device)
+        own = torch.empty_like(part, dtype=dtype, memory_format=torch.contiguous_format) if out is None else out
+        memory.append(own)
     query, key = (part.float().contiguous() for part in whole[:2])
     query, key = (each.clone() if each is part else each for each, part in zip((query, key), whole[:2], strict=True))
     names = {"query": "q_rope", "key": "k_rope", "positions": "pos_ids"}

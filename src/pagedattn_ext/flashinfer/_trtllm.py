@@ -331,7 +331,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         block_tables, seq_lens, query_start_loc=starts, scale=one_factor(function, "bmm1_scale", bmm1_scale),
     )  # fmt: skip
     attended = attended.view(*query.shape[:-1], kv_lora_rank)
-    if lse is not None and lse.dim() == 3:
+    if isinstance(lse, Tensor) and lse.dim() == 3:
         natural_lse = natural_lse.view(*query.shape[:-1])
     base = "ln" if return_lse_base == "basee" else "log2"
     return _results(function, attended, natural_lse, bmm2_scale, out, None, lse, return_lse, base)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_shape
+from .._adapters import call_as, check_memory, check_shape
 from ..ops._call import check_rank, check_tensors
 from ._plan import Dtype, refusal
 from .decode import BatchDecodeWithPagedKVCacheWrapper
@@ -27,6 +27,8 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """`merge_state` into v and s, of the rows that mask (bool [seq_len]) has."""
     merged, lse = _merged(merge_state_in_place, v=v, s=s, v_other=v_other, s_other=s_other)
+    check_memory(merge_state_in_place, "v", v, merged.shape, merged.dtype, merged.device)
+    check_memory(merge_state_in_place, "s", s, lse.shape, None, lse.device)
     if mask is None:
         v.copy_(merged)
         s.copy_(lse)

@@ -89,9 +89,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             q_len_per_req: rows of each sequence in `run`, the last of its tokens.
         """
         q_len_per_req = to_int(type(self).plan.__qualname__, "q_len_per_req", q_len_per_req)
-        is_causal = None if is_causal == (q_len_per_req > 1) else is_causal  # FlashInfer takes nothing else either
         expect_defaults(type(self).plan, window_right=window_right, use_token_head_sf=use_token_head_sf)
-        if is_causal is not None:
+        if is_causal not in (None, q_len_per_req > 1):  # FlashInfer takes nothing else either
             raise refusal(type(self).plan, "is_causal", "None, or whether q_len_per_req is more than 1", is_causal)
         if q_len_per_req < 1:
             raise refusal(type(self).plan, "q_len_per_req", "1 or more", q_len_per_req)

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import ops
 from .._adapters import (
     call_as,
+    check_memory,
     check_shape,
     expect_defaults,
     in_one_dtype,
@@ -69,9 +70,9 @@ def chunk_gated_delta_rule(
         scale: of q; None and 0 are k_dim ** -0.5.
         initial_state: [num_seqs, num_heads, v_dim, k_dim]; with state_indices [num_slots, ...]. None is zeros.
         cu_seqlens: int32 or int64 [num_seqs + 1], where each sequence begins, and the last ends.
-        output: [num_tokens, num_heads, v_dim], for the result.
-        output_state: like initial_state, for the states; a sequence without tokens leaves its own as it is. It may be
-            initial_state. state_indices with output_final_state want it.
+        output: [num_tokens, num_heads, v_dim] of q's dtype, for the result.
+        output_state: like initial_state, of any float dtype, for the states; a sequence without tokens leaves its own
+            as it is. It may be initial_state. state_indices with output_final_state want it.
         state_indices: int32 or int64 [num_seqs], the slot of each sequence. No two sequences with tokens have the
             same one.
         use_qk_l2norm_in_kernel: each head of q and k is first divided by sqrt(its sum of squares + 1e-6).
@@ -115,7 +116,7 @@ def chunk_gated_delta_rule(
     num_seqs = num_seqs_of(function, "cu_seqlens", cu_seqlens)
     check_starts(function, "cu_seqlens", cu_seqlens, num_seqs, num_tokens)
     shape = (num_seqs, num_heads, v_dim, k_dim)
-    check_shape(function, "output", output, (num_tokens, num_heads, v_dim))
+    check_memory(function, "output", output, (num_tokens, num_heads, v_dim), q.dtype, q.device)
     if state_indices is not None:
         if output_final_state and output_state is None:
             expected = "an explicit output_state pool with state_indices"
@@ -129,6 +130,8 @@ def chunk_gated_delta_rule(
         initial_state = None if initial_state is None else initial_state[state_indices]
     else:
         check_shape(function, "output_state", output_state, shape)
+    if output_state is not None:
+        check_memory(function, "output_state", output_state, output_state.shape, None, q.device)
     states = states_before(function, "initial_state", initial_state, shape, v).transpose(2, 3).contiguous()
     rows = in_one_dtype(function, q=q, k=k, v=v)
     out = call_as(

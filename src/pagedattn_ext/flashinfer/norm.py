@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_scales
+from .._adapters import call_as, check_memory, check_scales
+from ..kv_cache import FP8_DTYPES
 from ..ops._call import check_tensors
 
 NAMES = {"epsilon": "eps"}
@@ -69,11 +70,8 @@ def fused_add_rmsnorm_quant(
 ) -> None:
     """residual += input; `rmsnorm` of the unrounded sum into out, fp8. input stays."""
     _check_quantized(fused_add_rmsnorm_quant, out, input, scale)
-    if residual.shape != input.shape or residual.dtype != input.dtype:
-        got = f"{list(residual.shape)} of {residual.dtype}"
-        raise ValueError(
-            f"fused_add_rmsnorm_quant: residual: expected {list(input.shape)} of {input.dtype}, as input, got {got}"
-        )
+    check_tensors("fused_add_rmsnorm_quant", residual=residual)
+    check_memory(fused_add_rmsnorm_quant, "residual", residual, input.shape, input.dtype, input.device)
     total = input.float() + residual.float()
     normed = call_as(fused_add_rmsnorm_quant, NAMES, ops.rms_norm, total, weight.float(), eps)
     residual.copy_(total)
@@ -97,12 +95,9 @@ def layernorm_quant(
 
 def _check_quantized(function: Callable[..., None], out: Tensor, input: Tensor, scale: float | Tensor) -> None:
     check_tensors(function.__qualname__, out=out, input=input)
-    if out.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+    if out.dtype not in FP8_DTYPES:
         raise TypeError(f"{function.__qualname__}: out: expected dtype float8_e4m3fn or float8_e5m2, got {out.dtype}")
-    if out.shape != input.shape:
-        raise ValueError(
-            f"{function.__qualname__}: out: expected shape {list(input.shape)}, as input, got {list(out.shape)}"
-        )
+    check_memory(function, "out", out, input.shape, out.dtype, input.device)
     check_scales(function, scale=scale)
 
 

@@ -1,19 +1,19 @@
 """Paged caches: their layouts, and new tokens."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_shape, sequences_of_rows
+from .._adapters import call_as, check_memory, sequences_of_rows
 from .._index_checks import check_indices
 from ..ops._call import check_rank, check_tensors, to_int
 
 PagedCache = Tensor | tuple[Tensor, Tensor]
 
-# What `append_paged_kv_cache` calls the arguments of the ops.
+# What the functions that append to pages call the arguments of the ops.
 NAMES = {"key": "append_key", "value": "append_value", "key_cache": "paged_kv_cache", "value_cache": "paged_kv_cache"}
 NAMES |= {"block_tables": "kv_indices", "block_start_loc": "kv_indptr", "last_block_lens": "kv_last_page_len"}
 NAMES |= {"slot_mapping": "positions", "block_size": "page_size"}
@@ -83,12 +83,7 @@ def append_paged_mla_kv_cache(
     if len(slots) != len(append_ckv) or len(slots) != len(append_kpe):
         got = f"{len(append_ckv)} and {len(append_kpe)}"
         raise ValueError(f"{function.__qualname__}: append_ckv: expected {len(slots)} rows, as positions, got {got}")
-    for written in (slice(0), slice(None)):  # no row first: both pairs are checked before anything is written
-        for rows_name, rows, cache_name, cache in pairs:
-            names = NAMES | {"kv_cache": cache_name, "kv_c": rows_name, "k_pe": rows_name}
-            # The op writes two parts side by side: here a row's first number, and the others.
-            parts = rows[written, :1], rows[written, 1:]
-            call_as(function, names, ops.concat_and_cache_mla, *parts, cache, slots[written])
+    write_latents(function, pairs, slots)
 
 
 def _slots_in(
@@ -133,6 +128,19 @@ def write_slots(
     call_as(function, names, ops.reshape_and_cache, *tensors.values(), slots)
 
 
+def write_latents(
+    function: Callable[..., Any], pairs: Iterable[tuple[str, Tensor, str, Tensor]], slots: Tensor
+) -> None:
+    """`ops.concat_and_cache_mla` by `call_as`. pairs: rows [num_tokens, width], and the cache [num_pages, page_size,
+    width] that they go to, both behind what the function calls them."""
+    for written in (slice(0), slice(None)):  # no row first: all pairs are checked before anything is written
+        for rows_name, rows, cache_name, cache in pairs:
+            names = NAMES | {"kv_cache": cache_name, "kv_c": rows_name, "k_pe": rows_name}
+            # The op writes two parts side by side: here a row's first number, and the others.
+            parts = rows[written, :1], rows[written, 1:]
+            call_as(function, names, ops.concat_and_cache_mla, *parts, cache, slots[written])
+
+
 def as_fp16(function: Callable[..., Any], name: str, tensor: Tensor) -> Tensor:
     """Two elements of fp8 as one of fp16, for an op that moves them."""
     try:
@@ -166,8 +174,8 @@ def get_batch_indices_positions(
     names = {"start_loc": "append_indptr", "first_positions": "seq_lens", "num_tokens": "nnz"}
     first = seq_lens.to(append_indptr.device) - append_indptr.diff()
     sequence, position = call_as(function, names, ops.batch_positions, append_indptr, first, nnz)
-    check_shape(function, "batch_indices", batch_indices, sequence.shape)
-    check_shape(function, "positions", positions, position.shape)
+    check_memory(function, "batch_indices", batch_indices, sequence.shape, torch.int32, sequence.device)
+    check_memory(function, "positions", positions, position.shape, torch.int32, position.device)
     return (
         sequence.int() if batch_indices is None else batch_indices.copy_(sequence),
         position.int() if positions is None else positions.copy_(position),

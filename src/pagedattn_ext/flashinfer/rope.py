@@ -14,7 +14,7 @@ Bad arguments raise ValueError or TypeError before anything is written.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,15 @@ FIRST_TABLE, LARGEST_TABLE = 2**10, 2**16  # positions whose cosines and sines a
 # What the functions without a cache call the arguments of the ops.
 NAMES = {"query": "q", "key": "k"}
 RAGGED_NAMES = {"start_loc": "indptr", "first_positions": "offsets"}
+
+
+class Llama31Scaling(NamedTuple):
+    """What `apply_llama31_rope` and its kin have beside rope_scale."""
+
+    low_freq_factor: float
+    high_freq_factor: float
+    old_context_len: float
+
 
 # ---- from positions --------------------------------------------------------------------------------------------------
 
@@ -91,7 +100,7 @@ def apply_llama31_rope(
 ) -> tuple[Tensor, Tensor]:
     """`apply_rope` with the scale of Llama 3.1."""
     positions = _ragged_positions(apply_llama31_rope, q, indptr, offsets)
-    passage = low_freq_factor, high_freq_factor, old_context_len
+    scaling = Llama31Scaling(low_freq_factor, high_freq_factor, old_context_len)
     return _rotate(
         apply_llama31_rope,
         *_copies(apply_llama31_rope, q=q, k=k),
@@ -100,7 +109,7 @@ def apply_llama31_rope(
         interleave,
         rope_scale,
         rope_theta,
-        passage,
+        scaling,
     )
 
 
@@ -119,8 +128,8 @@ def apply_llama31_rope_inplace(
 ) -> None:
     """`apply_llama31_rope` into q and k."""
     positions = _ragged_positions(apply_llama31_rope_inplace, q, indptr, offsets)
-    passage = low_freq_factor, high_freq_factor, old_context_len
-    _rotate(apply_llama31_rope_inplace, q, k, positions, rotary_dim, interleave, rope_scale, rope_theta, passage)
+    scaling = Llama31Scaling(low_freq_factor, high_freq_factor, old_context_len)
+    _rotate(apply_llama31_rope_inplace, q, k, positions, rotary_dim, interleave, rope_scale, rope_theta, scaling)
 
 
 def apply_rope_pos_ids(
@@ -163,7 +172,7 @@ def apply_llama31_rope_pos_ids(
     old_context_len: int = 8192,
 ) -> tuple[Tensor, Tensor]:
     """`apply_rope_pos_ids` with the scale of Llama 3.1."""
-    passage = low_freq_factor, high_freq_factor, old_context_len
+    scaling = Llama31Scaling(low_freq_factor, high_freq_factor, old_context_len)
     return _rotate(
         apply_llama31_rope_pos_ids,
         *_copies(apply_llama31_rope_pos_ids, q=q, k=k),
@@ -172,7 +181,7 @@ def apply_llama31_rope_pos_ids(
         interleave,
         rope_scale,
         rope_theta,
-        passage,
+        scaling,
     )
 
 
@@ -189,8 +198,8 @@ def apply_llama31_rope_pos_ids_inplace(
     old_context_len: int = 8192,
 ) -> None:
     """`apply_llama31_rope_pos_ids` into q and k."""
-    passage = low_freq_factor, high_freq_factor, old_context_len
-    _rotate(apply_llama31_rope_pos_ids_inplace, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, passage)
+    scaling = Llama31Scaling(low_freq_factor, high_freq_factor, old_context_len)
+    _rotate(apply_llama31_rope_pos_ids_inplace, q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta, scaling)
 
 
 def _ragged_positions(function: Function, q: Tensor, indptr: Tensor, offsets: Tensor) -> Tensor:
@@ -222,16 +231,16 @@ def _rotate(
     interleave: bool,
     rope_scale: float,
     rope_theta: float,
-    passage: tuple[float, float, float] | None = None,
+    scaling: Llama31Scaling | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rotates q and k in place. passage is (low_freq_factor, high_freq_factor, old_context_len) of Llama 3.1."""
+    """Rotates q and k in place."""
     check_tensors(function.__qualname__, q=q, k=k, pos_ids=positions)
     check_rank(function.__qualname__, "q", q, 3)
     check_rank(function.__qualname__, "k", k, 3)
     num_rows, _, head_dim = q.shape
     check_indices(function, "pos_ids", positions, num_rows)
     check_bool(function.__qualname__, "interleave", interleave)
-    angles = _angles(function, head_dim, rotary_dim, rope_scale, rope_theta, passage, q.device)
+    angles = _angles(function, head_dim, rotary_dim, rope_scale, rope_theta, scaling, q.device)
     if q.is_cpu and not is_recorded(q.device):  # on a CPU the op sees whether its table has all positions
         try:
             call("rotary_embedding", positions.long(), q, k, head_dim, angles.table, not interleave)
@@ -276,7 +285,7 @@ def _angles(
     rotary_dim: int | None,
     rope_scale: float,
     rope_theta: float,
-    passage: tuple[float, float, float] | None,
+    scaling: Llama31Scaling | None,
     device: torch.device,
 ) -> _Angles:
     """Checks the function's arguments of which they are made."""
@@ -285,11 +294,11 @@ def _angles(
         raise ValueError(
             f"{function.__qualname__}: rotary_dim: expected an even number up to {head_dim}, got {rotary_dim}"
         )
-    _check_scales(function, passage, rope_scale=rope_scale, rope_theta=rope_theta)
+    _check_scales(function, scaling, rope_scale=rope_scale, rope_theta=rope_theta)
     frequencies = rope_theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
     unscaled = torch.zeros_like(frequencies)
-    if passage is not None:
-        low, high, old_context_len = passage
+    if scaling is not None:
+        low, high, old_context_len = scaling
         turns = frequencies * old_context_len / (2 * math.pi)
         unscaled = ((turns - low) / (high - low)).clamp(0, 1)
     frequencies = torch.lerp(frequencies / rope_scale, frequencies, unscaled).repeat(2)
@@ -298,14 +307,16 @@ def _angles(
     return _Angles(phases, frequencies)
 
 
-def _check_scales(function: Function, passage: tuple[float, float, float] | None, **scales: float) -> None:
-    if passage is not None:
-        low, high, scales["old_context_len"] = passage
-        check_scales(function, low_freq_factor=low, high_freq_factor=high)
-        if not 0 < low < high:
-            expected = f"more than low_freq_factor {low}, and both positive"
-            raise ValueError(f"{function.__qualname__}: high_freq_factor: expected {expected}, got {high}")
-    check_positive(function, **scales)
+def _check_scales(function: Function, scaling: Llama31Scaling | None, **scales: float) -> None:
+    if scaling is None:
+        check_positive(function, **scales)
+        return
+    low, high, old_context_len = scaling
+    check_scales(function, low_freq_factor=low, high_freq_factor=high)
+    if not 0 < low < high:
+        expected = f"more than low_freq_factor {low}, and both positive"
+        raise ValueError(f"{function.__qualname__}: high_freq_factor: expected {expected}, got {high}")
+    check_positive(function, **scales, old_context_len=old_context_len)
 
 
 # ---- from a cache of cosines and sines -------------------------------------------------------------------------------

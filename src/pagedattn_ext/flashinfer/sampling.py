@@ -79,7 +79,8 @@ def top_p_sampling_from_probs(
     offset: Seed = None,
     return_valid: bool = False,
 ) -> Any:
-    """The same among the greatest probabilities whose sum is top_p or more, as few as possible."""
+    """A token of each row, among the greatest probabilities whose sum is top_p or more, as few as possible. With
+    return_valid as `sampling_from_probs`."""
     filters = {"top_p": _floats_of_rows(top_p_sampling_from_probs, "top_p", top_p, probs)}
     return _sample_probs(
         top_p_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, filters
@@ -97,7 +98,7 @@ def top_k_sampling_from_probs(
     offset: Seed = None,
     return_valid: bool = False,
 ) -> Any:
-    """The same among the k greatest probabilities."""
+    """A token of each row, among the k greatest probabilities. With return_valid as `sampling_from_probs`."""
     filters = {"top_k": _ints_of_rows(top_k_sampling_from_probs, "top_k", top_k, probs)}
     return _sample_probs(
         top_k_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, filters
@@ -115,7 +116,8 @@ def min_p_sampling_from_probs(
     offset: Seed = None,
     return_valid: bool = False,
 ) -> Any:
-    """The same among the probabilities from min_p times the greatest on."""
+    """A token of each row, among the probabilities from min_p times the greatest on. With return_valid as
+    `sampling_from_probs`."""
     filters = {"min_p": _floats_of_rows(min_p_sampling_from_probs, "min_p", min_p, probs)}
     return _sample_probs(
         min_p_sampling_from_probs, probs, indices, generator, check_nan, seed, offset, return_valid, filters
@@ -135,8 +137,8 @@ def top_k_top_p_sampling_from_logits(
     offset: Seed = None,
     top_k_max: int | None = None,
 ) -> Tensor:
-    """The same of softmax(logits), with both filters. "top_k_first": top_p is of what top_k keeps, renormalised;
-    "joint": of the whole row."""
+    """A token of each row of softmax(logits), among those that both filters keep. "top_k_first": top_p is of what top_k
+    keeps, renormalised; "joint": of the whole row."""
     function = top_k_top_p_sampling_from_logits
     if check_nan:
         _check_nan(function, "logits", logits)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import check_shape
+from .._adapters import check_memory
 from .._index_checks import check_indices, check_range, values_are_checked
 from ..ops._call import check_rank, check_tensors, to_int
 
@@ -100,10 +100,7 @@ def top_k_page_table_transform(
     check_indices(function, "src_page_table", src_page_table.flatten())
     check_rank(function.__qualname__, "src_page_table", src_page_table, 2)
     for name, given in (("out", out), ("out_raw_indices", out_raw_indices)):
-        check_shape(function, name, given, local.shape)
-        if given is not None and given.dtype != torch.int32:
-            dtype = str(given.dtype).removeprefix("torch.")
-            raise TypeError(f"{function.__qualname__}: {name}: expected dtype int32, got {dtype}")
+        check_memory(function, name, given, local.shape, torch.int32, local.device)
     num_rows, (batch_size, max_num_pages) = input.shape[0], src_page_table.shape
     if row_to_batch is None:
         if batch_size != num_rows:

@@ -95,7 +95,7 @@ def raise_as_marked(error: RuntimeError) -> None:
 
 
 def call_on_cpu(name: str, *args: Any) -> Any:
-    """The same for an op that has no kernels for other devices."""
+    """`call`, for an op that has kernels for the CPU alone."""
     try:
         return call(name, *args)
     except NotImplementedError:

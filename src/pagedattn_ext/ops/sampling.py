@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._call import call, check_bool, check_rank, check_tensors, to_int
+from ._call import call, check_bool, check_rank, check_tensors, to_int64
 
 
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> Tensor:
@@ -217,12 +217,7 @@ def _ints(op: str, name: str, value: Tensor | int | None, device: torch.device) 
     """The same for integers."""
     if value is None or isinstance(value, Tensor):
         return value
-    if isinstance(value, bool):
-        raise TypeError(f"{op}: {name}: expected an int or a tensor, got bool")
-    number = to_int(op, name, value)
-    if not -(2**63) <= number < 2**63:
-        raise ValueError(f"{op}: {name}: expected an int of 64 bits, got {value}")
-    return torch.full((1,), number, dtype=torch.int64, device=device)
+    return torch.full((1,), to_int64(op, name, value), dtype=torch.int64, device=device)
 
 
 def _seeds(op: str, name: str, value: Tensor | int | None, device: torch.device) -> Tensor | None:

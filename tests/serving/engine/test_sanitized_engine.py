@@ -52,7 +52,7 @@ def test_tokens_are_the_same(
     monkeypatch.setenv("PAGEDATTN_SANITIZE", "1")
     assert finish(make_engine(get_checkpoint(name))) == expected
     monkeypatch.setenv("PAGEDATTN_SANITIZE", "yes")
-    with pytest.raises(ValueError, match=r"^PAGEDATTN_SANITIZE: expected 0 or 1, got yes$"):
+    with pytest.raises(ValueError, match=r"^PAGEDATTN_SANITIZE: expected 0 or 1, got 'yes'$"):
         make_engine(get_checkpoint(name))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pagedattn_ext._adapters import call_as, expect_defaults
+from pagedattn_ext._adapters import call_as, expect_defaults, refuse_expanded
 from pagedattn_ext.flash_attn.ops.triton.rotary import apply_rotary
 from pagedattn_ext.ops._call import check_rank
 
@@ -72,6 +72,7 @@ def apply_rotary_emb_qkv_(
         missing = "cos_k" if cos_k is None else "sin_k"
         raise ValueError(f"{function.__name__}: {missing}: expected a tensor, as the other of the pair is, got None")
     q, k = _queries_and_keys(qkv, num_heads_q)
+    refuse_expanded(function, qkv=qkv)
     rotated_q = _rotated(function, {"x": "qkv"}, q, cos, sin, seqlen_offsets, interleaved)
     if cos_k is None or sin_k is None:
         rotated_k = _rotated(function, {"x": "qkv"}, k, cos, sin, seqlen_offsets, interleaved)
@@ -91,6 +92,7 @@ def apply_rotary_emb_kv_(
     check_rank(function.__name__, "kv", kv, 5)
     if kv.shape[2] != 2:
         raise ValueError(f"{function.__name__}: kv: expected 2 in dimension 2, got shape {list(kv.shape)}")
+    refuse_expanded(function, kv=kv)
     kv[:, :, 0] = _rotated(function, {"x": "kv"}, kv[:, :, 0], cos, sin, seqlen_offsets, interleaved)
     return kv
 
@@ -144,6 +146,7 @@ class RotaryEmbedding(nn.Module):
             return apply_rotary_emb_qkv_(
                 qkv, cos, sin, interleaved=self.interleaved, seqlen_offsets=seqlen_offset, num_heads_q=num_heads_q
             )
+        refuse_expanded(type(self).forward, qkv=qkv)
         rotated = apply_rotary_emb(qkv, cos, sin, self.interleaved, seqlen_offsets=seqlen_offset)
         apply_rotary_emb_kv_(kv, cos, sin, self.interleaved, seqlen_offset)
         return qkv.copy_(rotated), kv

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..._adapters import check_shape, expect_defaults, write_to_slots
+from ..._adapters import check_memory, check_shape, expect_defaults, write_to_slots
 from ..._index_checks import check_once, check_range
 from ...mamba_ssm.ops.triton.selective_state_update import selective_state_update as _update_token
 from ...ops._call import check_rank, check_tensors
@@ -71,7 +71,9 @@ def selective_state_update(
     check_tensors(name, state=state, x=x, dt=dt, A=A, B=B, C=C)
     if z is not None:
         check_tensors(name, z=z)
-    check_shape(function, "out", out, x.shape)
+    check_memory(function, "out", out, x.shape, x.dtype, x.device)
+    if not disable_state_update:
+        check_memory(function, "state", state, state.shape, None, x.device)
     slots = state_batch_indices
     if slots is not None:
         slots = _padded(slots, pad_slot_id)
@@ -103,9 +105,8 @@ def selective_state_update(
         check_tensors(name, intermediate_states_buffer=intermediate_states_buffer)
         check_rank(name, "intermediate_states_buffer", intermediate_states_buffer, 1 + state.dim())
         rows, capacity = intermediate_states_buffer.shape[:2]
-        check_shape(
-            function, "intermediate_states_buffer", intermediate_states_buffer, (rows, capacity, *state.shape[1:])
-        )
+        shape = rows, capacity, *state.shape[1:]
+        check_memory(function, "intermediate_states_buffer", intermediate_states_buffer, shape, None, x.device)
         if capacity < num_tokens:
             expected = f"room for {num_tokens} tokens of each sequence"
             raise ValueError(f"{name}: intermediate_states_buffer: expected {expected}, got {capacity}")

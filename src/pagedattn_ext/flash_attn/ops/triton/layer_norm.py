@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedattn_ext import ops
-from pagedattn_ext._adapters import check_shape, expect_defaults, refuse_gradients
+from pagedattn_ext._adapters import check_memory, check_shape, expect_defaults, refuse_gradients
 from pagedattn_ext.ops._call import check_tensors
 
 
@@ -47,7 +47,7 @@ def layer_norm_fn(
         zero_centered_weight: the weights are those of the formula - 1.
         out_dtype: the dtype of the norm; default that of x.
         return_dropout_mask: return two masks behind all, which are None without dropout.
-        out, residual_out: where the norm and the sum go; allocated by default.
+        out, residual_out: where the norm and the sum go, of any float dtype; allocated by default.
 
     Refused, with a ValueError that names the argument: dropout_p.
     """
@@ -59,9 +59,11 @@ def layer_norm_fn(
         expect_defaults(function, bias1=bias1)
     check_tensors(function.__name__, x=x, weight=weight)
     refuse_gradients(function, x=x, weight=weight, bias=bias, residual=residual, x1=x1, weight1=weight1, bias1=bias1)
-    _check_shapes(function, x.shape, residual=residual, x1=x1, out=out, residual_out=residual_out)
+    _check_shapes(function, x.shape, residual=residual, x1=x1)
     _check_shapes(function, x.shape[-1:], weight=weight, bias=bias, weight1=weight1, bias1=bias1)
     _check_shapes(function, x.shape[:-1], rowscale=rowscale)
+    check_memory(function, "out", out, x.shape, None, x.device)
+    check_memory(function, "residual_out", residual_out, x.shape, None, x.device)
     sum_dtype = x.dtype if residual is None else residual.dtype
     if residual is None and residual_in_fp32:
         sum_dtype = torch.float32

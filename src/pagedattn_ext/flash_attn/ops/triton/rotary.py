@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext import ops
-from pagedattn_ext._adapters import call_as, converted_rows, refuse_gradients
+from pagedattn_ext._adapters import call_as, converted_rows, refuse_expanded, refuse_gradients
 from pagedattn_ext._index_checks import check_indices
 from pagedattn_ext.ops._call import check_rank, check_tensors
 
@@ -40,6 +40,8 @@ def apply_rotary(
     check_tensors(function.__name__, x=x, cos=cos, sin=sin)
     refuse_gradients(function, x=x, cos=cos, sin=sin)
     check_rank(function.__name__, "x", x, 4 if cu_seqlens is None else 3)
+    if inplace:
+        refuse_expanded(function, x=x)
     check_rank(function.__name__, "cos", cos, 2)
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         raise ValueError(

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pagedattn_ext._adapters import (
-    check_real,
+    check_memory,
     check_shape,
     converted_rows,
     packed_rows,
@@ -34,8 +34,8 @@ def selective_state_update(
     dt_bias of Mamba 2, are computed with once a head.
 
     Args:
-        state: [batch, num_heads, head_dim, state_size], or [num_slots, ...] with state_batch_indices. In another dtype
-            than fp32 it is rounded at each token.
+        state: [batch, num_heads, head_dim, state_size], or [num_slots, ...] with state_batch_indices. In another float
+            dtype than fp32 it is rounded at each token.
         x, dt, z: [batch, num_heads, head_dim].
         A: [num_heads, head_dim, state_size].
         B, C: [batch, num_groups, state_size].
@@ -50,7 +50,7 @@ def selective_state_update(
         check_rank(function.__qualname__, name, tensor, rank)
     check_rank(function.__qualname__, "state", state, rank + 1)
     num_slots = x.shape[0] if state_batch_indices is None else state.shape[0]
-    check_shape(function, "state", state, (num_slots, *x.shape[1:], state.shape[-1]))
+    check_memory(function, "state", state, (num_slots, *x.shape[1:], state.shape[-1]), None, x.device)
     check_shape(function, "dt", dt, x.shape)
     check_shape(function, "z", z, x.shape)
     check_shape(function, "A", A, state.shape[1:])
@@ -64,7 +64,6 @@ def selective_state_update(
         A, z = A.unsqueeze(0), None if z is None else z.unsqueeze(1)
         D, dt_bias = (None if tensor is None else tensor.unsqueeze(0) for tensor in (D, dt_bias))
     of_channels = [tensor for tensor in (dt, D, dt_bias) if tensor is not None]
-    check_real(function, "state", state)
     slots = state_batch_indices
     if state.dtype == torch.float32 and packed_rows(state) is state:
         states = state
