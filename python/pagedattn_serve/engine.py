@@ -90,6 +90,7 @@ class LLMEngine:
     taken again, and no cached prefix is left. The engine is as good as new.
     """
 
+    # `from_engine_args` sets it before `__init__`, whose arguments are the options alone, as in vLLM.
     _on_loading: OnLoading | None = None
 
     @takes_options(EngineArgs)
@@ -149,11 +150,15 @@ class LLMEngine:
             causal_lm.embedding_size,
             generates=bool(causal_lm.head),
         )
-        num_ranks, quantization = parallel_config.tensor_parallel_size, model_config.quantization
-        facts_of_ranks = () if workers is None else workers.facts
-        digest = partial(checkpoint_digest, directory, load_format)
         self._fingerprint = partial(
-            fingerprint, digest, causal_lm, cache_config, device, quantization, num_ranks, facts_of_ranks
+            fingerprint,
+            partial(checkpoint_digest, directory, load_format),
+            causal_lm,
+            cache_config,
+            device,
+            model_config.quantization,
+            parallel_config.tensor_parallel_size,
+            () if workers is None else workers.facts,
         )
         store = None
         if cache_config.prefix_cache_dir is not None:

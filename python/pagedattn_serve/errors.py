@@ -79,6 +79,11 @@ class ExecutorDeadError(ChildProcessError):
     """A process that computes a part of the model has died, or does not answer. The engine cannot go on."""
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of an allocator's error."""
+    return str(error).partition("\n")[0] or "out of memory"
+
+
 def nth(what: str, index: int, number: int) -> str:
     """The place of one of several, as a place of BadArgument: "prompt 3 of 7" has index 2. People count from 1."""
     return f"{what} {index + 1} of {number}"

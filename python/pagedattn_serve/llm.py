@@ -175,8 +175,16 @@ class LLM:
         inputs = self.llm_engine.inputs
         if inputs.scores_pairs:
             scored = self._embed(list(map(inputs.pair, firsts * times, seconds)), None, use_tqdm)
-            scores = [ScoringOutput(each.outputs.embedding[0]) for each in scored]
-            return [ScoringRequestOutput(each[0], own, *each[2:]) for each, own in zip(scored, scores, strict=True)]
+            return [
+                ScoringRequestOutput(
+                    each.request_id,
+                    ScoringOutput(each.outputs.embedding[0]),
+                    each.prompt_token_ids,
+                    each.num_cached_tokens,
+                    each.finished,
+                )
+                for each in scored
+            ]
         embedded = self.embed([*firsts, *seconds], None, use_tqdm)
         of_firsts, of_seconds = embedded[: len(firsts)], embedded[len(firsts) :]
         return list(map(_score, of_firsts * times, of_seconds))

@@ -229,7 +229,7 @@ class SamplingParams:
         """Whether the most likely token is taken, with no randomness."""
         return self.temperature == 0
 
-    # Three of the fields, with the types that they have after construction:
+    # Four of the fields, with the types that they have after construction:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         assert isinstance(self.stop, tuple)
@@ -244,6 +244,12 @@ class SamplingParams:
     def bad_word_strings(self) -> tuple[str, ...]:
         assert isinstance(self.bad_words, tuple)
         return self.bad_words
+
+    @property
+    def bias_of_token_ids(self) -> tuple[tuple[int, float], ...]:
+        """Empty if there is no logit_bias."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
 
     @property
     def num_sequences(self) -> int:
@@ -266,12 +272,6 @@ class SamplingParams:
         ):
             for token_id in token_ids:
                 check_int(name, token_id, 0, vocab_size - 1)
-
-    @property
-    def bias_of_token_ids(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` with the type it has after construction; empty if there is none."""
-        assert isinstance(self.logit_bias, tuple)
-        return self.logit_bias
 
 
 @dataclass(slots=True, frozen=True)

@@ -52,7 +52,7 @@ class SanitizedRunner:
         """As `BatchRunner.execute`. Raises CacheError, with nothing computed or in the midst of the step."""
         self._see_allocator()
         self._forget_drafts()
-        allocator, tables = self._manager._allocator, self._manager.tables
+        allocator, tables = self._manager.allocator, self._manager.tables
         self._name(tables)
         names = self._names
         drawn = {names[sequence]: of_sequence for sequence, of_sequence in tables.items()}
@@ -119,7 +119,7 @@ class SanitizedRunner:
     def _see_allocator(self) -> None:
         """Learn of blocks as they are taken. A manager that was cleared has another allocator, and no block holds what
         it held."""
-        allocator = self._manager._allocator
+        allocator = self._manager.allocator
         if allocator is self._allocator:
             return
         self._allocator = allocator

@@ -200,11 +200,6 @@ class AsyncLLMEngine:
         pid = self._core.pid if isinstance(self._core, ProcessCore) else None
         return [ReplicaStatus(pid, self._is_running, self.error, 0, self._stats, self._core.hang)]
 
-    @property
-    def core_pid(self) -> int | None:
-        """The process that the engine has to itself, if it has one; the first one of several replicas."""
-        return self.replicas()[0].pid
-
     async def start(self) -> None:
         """Let the engine run. Raises RuntimeError the second time."""
         if self._loop is not None or self._is_stopping:

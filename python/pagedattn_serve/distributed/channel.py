@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 MAX_BYTES = 1 << 16  # of a message
 MAX_DESCRIPTORS = 4
 SIZE = struct.Struct("!I")
+START_SECONDS = 300.0  # that ranks wait for each other at the start
 POLL_SECONDS = 0.1
 HANDSHAKE_SECONDS = 5  # for the other side to answer, once it has begun
 TIMEVAL = struct.Struct("ll")

@@ -28,12 +28,10 @@ import numpy as np
 from pagedattn_serve.config import CacheConfig, ModelConfig, SchedulerConfig
 from pagedattn_serve.distributed.channel import Address
 from pagedattn_serve.distributed.hosts import Hosts
-from pagedattn_serve.execution.model_runner import StepInputs
+from pagedattn_serve.execution.model_runner import BlockPairs, StepInputs
 from pagedattn_serve.scheduling.sequence import StateCopies, TableWrite
 
 DIGEST_BYTES = 16
-
-BlockPairs = list[tuple[int, int]]
 
 
 class Arrived(NamedTuple):

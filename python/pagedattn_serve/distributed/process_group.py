@@ -31,7 +31,7 @@ from pagedattn_serve.errors import describe
 CHECK_SECONDS = 0.1  # between two looks at whether a group has an end, and whether the ranks that meet go on
 GO = "go"  # the key by which rank 0 tells that all are there
 MEET_SECONDS = 0.01  # between two looks at whether all ranks have come to the store
-STORE_SECONDS = 30.0  # for the store to answer
+STORE_LIMIT = timedelta(seconds=30)  # for the store to answer
 CALL_LIMIT = timedelta(days=1)  # of torch for a call: never, as other limits hold here
 
 
@@ -243,14 +243,11 @@ def serve_store(ip: str) -> tuple[Store, Address]:
     with socket.create_server((ip, 0), family=family) as listener:
         address: Address = listener.getsockname()[:2]
         store = TCPStore(
-            *address, is_master=True, wait_for_workers=False, timeout=_LIMIT, master_listen_fd=listener.detach()
+            *address, is_master=True, wait_for_workers=False, timeout=STORE_LIMIT, master_listen_fd=listener.detach()
         )
     return store, address
 
 
 def find_store(address: Address) -> Store:
     """The store at this address, of another process."""
-    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=_LIMIT)
-
-
-_LIMIT = timedelta(seconds=STORE_SECONDS)
+    return TCPStore(*address, is_master=False, wait_for_workers=False, timeout=STORE_LIMIT)

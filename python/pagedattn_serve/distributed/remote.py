@@ -9,11 +9,9 @@ from pathlib import Path
 from socket import socket
 from typing import NamedTuple, Protocol
 
-from pagedattn_serve.distributed.channel import Address, Hello, Listener, NetworkChannel, has_hung_up
+from pagedattn_serve.distributed.channel import START_SECONDS, Address, Hello, Listener, NetworkChannel, has_hung_up
 from pagedattn_serve.distributed.hosts import Hosts
 from pagedattn_serve.distributed.messages import Arrived
-
-START_SECONDS = 300.0  # for the processes on other hosts to start and to connect
 
 
 class Placement(Protocol):

@@ -18,10 +18,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from pagedattn_serve.distributed.channel import Address, Channel
+from pagedattn_serve.distributed.channel import START_SECONDS, Address, Channel
 from pagedattn_serve.errors import ArgumentError
 
-START_SECONDS = 300.0  # that ranks wait for each other at the start
 POLL_SECONDS = 0.1
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 RANK = struct.Struct("i")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pagedattn_ext import ops
 from pagedattn_serve.config import CACHE_DTYPES, check_kv_cache_dtype
+from pagedattn_serve.errors import reason_of
 from pagedattn_serve.models.cache_shape import CacheGroups, allocate_caches, bytes_per_block
 from pagedattn_serve.models.causal_lm import KVCache
 
@@ -65,7 +66,7 @@ class CacheEngine:
             num_bytes = num_host_blocks * bytes_per_block(shapes, block_size, dtype)
             raise HostMemoryError(
                 f"swap_space: expected a pool that fits in the host's memory, got {num_host_blocks:,} blocks of "
-                f"{block_size} tokens, {num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"
+                f"{block_size} tokens, {num_bytes:,} bytes ({reason_of(error)})"
             ) from None
         self.device = device
         self.kv_caches: Sequence[KVCache] = caches

@@ -8,7 +8,7 @@ import torch
 
 import pagedattn_ext
 from pagedattn_serve.config import DEFAULT_WATERMARK, UNBOUNDED, CacheConfig, SchedulerConfig, check_int
-from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.errors import ArgumentError, reason_of
 from pagedattn_serve.execution.cache_engine import choose_cache_dtype
 from pagedattn_serve.execution.free_memory import free_memory
 from pagedattn_serve.execution.model_runner import ModelRunner
@@ -312,5 +312,5 @@ def too_large(model: CausalLM, cache_config: CacheConfig, error: Exception) -> M
     return MemoryError(
         "num_blocks: expected a cache that fits in memory, got "
         f"{num_blocks // len(cache_config.windows):,} blocks of {block_size} tokens, "
-        f"{num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"
+        f"{num_bytes:,} bytes ({reason_of(error)})"
     )

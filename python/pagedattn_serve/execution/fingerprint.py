@@ -21,7 +21,7 @@ def fingerprint(
     cache_config: CacheConfig,
     device: str,
     quantization: str | None,
-    num_ranks: int,
+    tensor_parallel_size: int,
     facts_of_ranks: tuple[object, ...] = (),
 ) -> str:
     """The model with its format, its cache, the kernels and what runs them: fp_ and 16 hex digits.
@@ -29,12 +29,14 @@ def fingerprint(
     Where it is equal, a request with a seed gets the same tokens and logprobs, on any machine, for the models and the
     limits in docs/deterministic.md. Where it differs, the bits may be the same all the same.
 
-    checkpoint: gives `checkpoint_digest`. facts_of_ranks: what else of the ranks decides about bits.
+    checkpoint: gives `checkpoint_digest`. tensor_parallel_size: how sums are cut; stages change no bits.
+    facts_of_ranks: what else of the ranks decides about bits.
     """
     facts = (
         *(model.architecture, model.dtype, quantization),
         *(cache_config.kv_cache_dtype, cache_config.kv_scales, cache_config.block_size),
-        *(pagedattn_ext.__version__, torch.__version__, *capabilities(device), num_ranks, *facts_of_ranks),
+        *(pagedattn_ext.__version__, torch.__version__, *capabilities(device)),
+        *(tensor_parallel_size, *facts_of_ranks),
     )
     digest = hashlib.sha256(checkpoint() + _digest_of_kernels())
     digest.update(repr(facts).encode())

@@ -1,6 +1,6 @@
 """From hidden states to the embedding of a prompt, whose rows may come in several steps.
 
-A mean is a sum in fp64, one row after the other, so that its bits do not hang on the steps that the rows came in.
+A mean is a sum in fp64, one row after the other, so that its bits do not depend on the steps that the rows came in.
 """
 
 import numpy as np

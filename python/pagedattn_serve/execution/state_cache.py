@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pagedattn_serve.errors import reason_of
 from pagedattn_serve.execution.cache_engine import HostMemoryError
 from pagedattn_serve.models.causal_lm import StateShape
 from pagedattn_serve.scheduling.sequence import StateCopies
@@ -27,7 +28,7 @@ class StateCache:
             num_bytes = num_host_slots * bytes_per_slot(states)
             raise HostMemoryError(
                 f"swap_space: expected states that fit in the host's memory, got {num_host_slots:,} of them, "
-                f"{num_bytes:,} bytes ({str(error).partition(chr(10))[0] or 'out of memory'})"
+                f"{num_bytes:,} bytes ({reason_of(error)})"
             ) from None
 
     def copy(self, copies: StateCopies) -> None:

@@ -14,16 +14,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.loading.directory import read_json
+from pagedattn_serve.loading.directory import WEIGHTS, read_json
 from pagedattn_serve.loading.gguf_file import GgufFile, is_gguf
 from pagedattn_serve.loading.gguf_weights import open_gguf
 
 INDEX = ".index.json"  # the end of the name of a file that says which file has which tensor
 # In order of preference: the file with all weights, and the index that takes its place if there are several files.
+# If none of these is there, those of the first pattern of WEIGHTS that fits are read.
 WEIGHT_FILES = ("model.safetensors", f"model.safetensors{INDEX}", "pytorch_model.bin", f"pytorch_model.bin{INDEX}")
 NAMED_BY_CONFIG = "transformers_weights"  # the field of config.json with the name of another file, or index
-# Of files with weights. Those of the first pattern that fits are read if none of WEIGHT_FILES is there.
-PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 SHOWN = 8  # names in a warning
 
 logger = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ def weight_files(directory: Path) -> tuple[list[Path], Path | None]:
         file = directory / name
         if file.is_file():
             return (shards(file), file) if name.endswith(INDEX) else ([file], None)
-    for pattern in PATTERNS:  # files of any other name are shards without an index
+    for pattern in WEIGHTS:  # files of any other name are shards without an index
         if files := sorted(directory.glob(pattern)):
             return files, None
     names = " or ".join(name for name in WEIGHT_FILES if not name.endswith(INDEX))
@@ -153,7 +152,7 @@ def warn_of_other_weights(directory: Path) -> None:
     if is_gguf(directory):
         return
     files, index = weight_files(directory)
-    found = {file for pattern in PATTERNS for end in ("", INDEX) for file in directory.glob(pattern + end)}
+    found = {file for pattern in WEIGHTS for end in ("", INDEX) for file in directory.glob(pattern + end)}
     others = sorted(file.name for file in found - {*files, index})
     if others:
         shown = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")

@@ -17,6 +17,7 @@ from torch import Tensor
 from pagedattn_serve.loading.gguf_file import GgufFile, TensorPlace, unreadable
 from pagedattn_serve.loading.gguf_model import ROPE_FACTORS, TensorNames, tensor_names
 from pagedattn_serve.models.quantization import (
+    SYMMETRIC_ZERO,
     Int4Weight,
     Int8Weight,
     QuantizedWeight,
@@ -25,7 +26,6 @@ from pagedattn_serve.models.quantization import (
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 BLOCK = 32  # weights that share a scale, in the types that have a form here
-SYMMETRIC_ZERO = 8  # of the codes of q4_0
 AT_ONCE = 1 << 14  # weights that one thread dequantizes, in its cache: ops of torch that take more share the work
 INT8_AT_ONCE = 1 << 20  # weights that are quantized anew at a time
 

@@ -123,7 +123,7 @@ def _read_modules(file: Path) -> list[dict[str, Any]]:
     except ValueError as error:
         raise ValueError(f"{file}: expected a JSON list, got {error}") from None
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise ValueError(f"{file}: expected a list of objects")
+        raise ValueError(f"{file}: expected a list of objects, got {modules!r:.80}")
     return modules
 
 

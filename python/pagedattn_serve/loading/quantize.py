@@ -56,7 +56,7 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
 
     Returns how many layers of the checkpoint are quantized, and how many linear layers it has. Raises what `load_model`
     raises, and ValueError for an `out` that is in use, for a model that is quantized, for a model that runs through
-    transformers, and for weights that cannot be quantized, and for a model none of whose layers can be.
+    transformers, for one none of whose layers can be quantized, and for weights that cannot.
     """
     if format not in QUANTIZATIONS:
         raise ArgumentError("format", " or ".join(sorted(QUANTIZATIONS)), shown(format))

@@ -16,10 +16,16 @@ from pagedattn_serve.loading.directory import config_fields
 from pagedattn_serve.loading.gguf_file import GgufFile, is_gguf
 from pagedattn_serve.loading.gguf_weights import GgufFormat, gguf_format
 from pagedattn_serve.models.partition import Share, SlicedLinear, everything
-from pagedattn_serve.models.quantization import CODES_PER_INT32, Int4Weight, Int8Weight, QuantizedWeight, chunks
+from pagedattn_serve.models.quantization import (
+    CODES_PER_INT32,
+    SYMMETRIC_ZERO,
+    Int4Weight,
+    Int8Weight,
+    QuantizedWeight,
+    chunks,
+)
 
 ROW_GROUP = 32  # rows are quantized in groups of this size; a group of weights is a multiple of it
-SYMMETRIC_ZERO = 8  # of the 16 codes
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features among the 4-bit pieces of an int32, lowest bits first
 
 
@@ -269,7 +275,8 @@ def compressed_format(config: dict[str, Any]) -> CheckpointFormat:
         expect(rows, "dynamic", True, default=False)
         return CompressedInt8(None)
     if rows:
-        raise ValueError("quantization_config: input_activations: expected none beside pack-quantized weights")
+        expected = "none beside pack-quantized weights"
+        raise ValueError(f"quantization_config: input_activations: expected {expected}, got {rows!r:.80}")
     expect(weights, "num_bits", 4)
     expect(weights, "actorder", None, "weight", "static", default=None)
     has_groups = expect(weights, "strategy", "group", "channel") == "group"
@@ -351,7 +358,8 @@ def read_weight(
                 continue
             by_suffix = dict(zip(shapes, found, strict=True))
             if "bias" in by_suffix and by_suffix["bias"].any():
-                raise ValueError("bias: expected none, or zeros")
+                largest = by_suffix["bias"].abs().max()
+                raise ValueError(f"bias: expected none, or zeros, got numbers up to {largest:g}")
             weight = format.unpack(by_suffix)
         except ValueError as error:
             raise ValueError(f"model: cannot read {part}: {error}") from None

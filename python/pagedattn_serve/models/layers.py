@@ -169,12 +169,6 @@ class FusedLinear(SlicedLinear):
         parent = name.rpartition(".")[0]
         return {f"{parent}.{part}": outputs for part, outputs in self.parts.items()}
 
-    def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors)
-
-    def parts_from_checkpoint(self, kind: str, tensors: list[Tensor]) -> list[Tensor]:
-        return tensors
-
 
 class TransposedLinear(SlicedLinear):
     """A linear layer whose weight the checkpoint keeps as [in_features, out_features], unless it is quantized."""
@@ -183,8 +177,8 @@ class TransposedLinear(SlicedLinear):
         [(tensor, shares)] = super().checkpoint_shapes(name, kind).items()
         return {tensor: shares[::-1]}
 
-    def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
-        return tensors[0].t() if kind == "weight" else tensors[0]
+    def in_own_order(self, kind: str, tensor: Tensor) -> Tensor:
+        return tensor.t() if kind == "weight" else tensor
 
 
 class InterleavedQKVLinear(SlicedLinear):
@@ -194,6 +188,5 @@ class InterleavedQKVLinear(SlicedLinear):
         super().__init__(inputs, heads.times(3 * head_size))
         self.num_heads = heads.size
 
-    def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
-        tensor = tensors[0]
+    def in_own_order(self, kind: str, tensor: Tensor) -> Tensor:
         return tensor.view(self.num_heads, 3, -1, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)

@@ -226,17 +226,17 @@ class SlicedLinear(nn.Linear):
         inputs = [self.inputs] if kind == "weight" else []
         return {f"{part}.{kind}": [outputs, *inputs] for part, outputs in self.checkpoint_parts(name).items()}
 
-    def from_checkpoint(self, kind: str, tensors: list[Tensor]) -> Tensor:
-        """The weight or bias, made of the rank's slices of the tensors of `checkpoint_shapes`, in the same order.
-
-        If the weight is quantized, kind is a field of `Int8Weight` or `Int4Weight`, and dimension 0 of each tensor has
-        the output features.
-        """
-        return tensors[0]
-
     def parts_from_checkpoint(self, kind: str, tensors: list[Tensor]) -> list[Tensor]:
-        """The same as tensors that lie one below the other. To join them would take a copy."""
-        return [self.from_checkpoint(kind, tensors)]
+        """The weight or bias as tensors that lie one below the other. To join them would take a copy.
+
+        tensors: the rank's slices of those of `checkpoint_shapes`. If the weight is quantized, kind is a field of
+        `Int8Weight` or `Int4Weight`, and dimension 0 of each tensor has the output features.
+        """
+        return [self.in_own_order(kind, tensor) for tensor in tensors]
+
+    def in_own_order(self, kind: str, tensor: Tensor) -> Tensor:
+        """One of the tensors of `parts_from_checkpoint`, with its elements in the order that the layer has."""
+        return tensor
 
 
 # ---- what joins the slices of all ranks -----------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pagedattn_ext import ops
 
 GROUP_SIZE = 32  # weights that share a scale and a zero, as ops.quantize_weight_int4 has them
 CODES_PER_INT32 = 8  # codes of four bits in an int32
+SYMMETRIC_ZERO = 8  # of codes of four bits, in symmetric formats
 CHUNK_ELEMENTS = 1 << 16  # that ops of torch take at a time, so that what is between them stays in the CPU's cache
 
 
@@ -21,10 +22,6 @@ class Int8Weight:
 
     def __len__(self) -> int:
         return len(self.codes)
-
-    def dequantize(self) -> Tensor:
-        """fp32 [out_features, in_features]."""
-        return self.codes * self.scales[:, None]
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,11 +44,6 @@ class Int4Weight:
         in_features = self.codes.shape[1] * (CODES_PER_INT32 if self.codes.dtype == torch.int32 else 1)
         return in_features // self.scales.shape[1]
 
-    def dequantize(self) -> Tensor:
-        """fp32 [out_features, in_features], of codes in uint8."""
-        codes = self.codes.reshape(*self.scales.shape, -1).float()
-        return ((codes - self.zeros[..., None]) * self.scales[..., None].float()).flatten(1)
-
 
 QuantizedWeight = Int8Weight | Int4Weight
 
@@ -59,7 +51,7 @@ QuantizedWeight = Int8Weight | Int4Weight
 def quantizable(weight: Tensor) -> Tensor:
     """The weight in a dtype that can be quantized: its own, or fp32.
 
-    So the codes hang on the checkpoint alone, whatever the dtype of the model.
+    So the codes depend on the checkpoint alone, whatever the dtype of the model.
     """
     return weight if weight.dtype in (torch.float32, torch.float16, torch.bfloat16) else weight.float()
 

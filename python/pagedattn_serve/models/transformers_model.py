@@ -67,7 +67,7 @@ from pagedattn_serve.models.transformers_trial import (
 from pagedattn_serve.progress import Report, reported
 
 PAGED = "pagedattn"  # `paged_attention` in transformers' register; it has no mask function, so no masks are made
-FIRST_VERSION = (5, 19)  # of the versions that the tests were run with; before 5.4, models do not run on "meta"
+FIRST_VERSION = (5, 19)  # of the versions that the tests were run with
 # The relative difference of logits that rounding explains; models that mix up their tokens had more than half.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
 WITHOUT_POSITIONS = 1 << 16  # tokens of a sequence for a model that knows no positions, as it keeps states alone
@@ -485,7 +485,9 @@ def max_model_len(config: Any) -> int:
     for parameters in (rope, *rope.values()):  # the same for all layers, or a dict for each type of layer
         match parameters.get("rope_type") if isinstance(parameters, dict) else None:
             case "dynamic":
-                raise Refusal("its rotary embedding is of type dynamic, which hangs on the longest sequence of a batch")
+                raise Refusal(
+                    "its rotary embedding is of type dynamic, which depends on the longest sequence of a batch"
+                )
             case "longrope":
                 length = min(length, parameters["original_max_position_embeddings"])
     return length

@@ -31,18 +31,18 @@ class ObjectWriter:
 
 
 def literal(text: str, may_be_text: bool) -> str:
-    """A literal of JSON or of Python as JSON. What is neither is a text; so is a text in quotes, with its quotes, where
-    texts have none (may_be_text)."""
-    text = text.strip() if not may_be_text else text
+    """A literal of JSON or of Python, as JSON. What is neither is a text. may_be_text: what is in quotes is then a
+    text, too, quotes included; no white space is cut off texts."""
+    stripped = text.strip()
     for read in (json.loads, ast.literal_eval):
         try:
-            value: Any = read(text.strip())
+            value: Any = read(stripped)
             if isinstance(value, str) and may_be_text:
                 break
-            return text.strip() if read is json.loads else json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return stripped if read is json.loads else json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
-    return _quoted(text)
+    return _quoted(text if may_be_text else stripped)
 
 
 def _quoted(text: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+from pagedattn_serve.errors import shown
 from pagedattn_serve.sampling.json_schema import TextKind, text_kind
 
 Grammar = dict[str, Any]  # one of llguidance's grammars
@@ -90,7 +91,7 @@ def grammars(
     """
     root = json.loads(text)
     if not isinstance(root, dict) or root.get("type") != "structural_tag":
-        raise ValueError('expected {"type": "structural_tag", "format": ...}')
+        raise ValueError(f'expected {{"type": "structural_tag", "format": ...}}, got {shown(root)}')
     form = _in_newer_words(root) if "structures" in root and "format" not in root else root.get("format")
     definitions = root.get("definitions") or []
     if not isinstance(definitions, list):
@@ -219,8 +220,8 @@ class _Compiler:
         """Those of a format's tags that begin with the trigger."""
         tags = []
         for i, tag in enumerate(form["tags"]):
-            if not isinstance(tag, dict) or tag.get("type") != "tag":
-                raise ValueError(f"{place}.tags[{i}].type: expected tag")
+            if (kind := _type_of(tag)) != "tag":
+                raise ValueError(f"{place}.tags[{i}].type: expected tag, got {kind!r}")
             if str(tag.get("begin")).startswith(trigger):
                 tags.append(self.format(f"{place}.tags[{i}]", tag, trigger))
         return tags
@@ -326,7 +327,7 @@ class _Compiler:
 
 def _checked_type(place: str, form: Any) -> str:
     """The type of a format, whose fields are as they should be. Raises ValueError, which names the field."""
-    kind = form.get("type") if isinstance(form, dict) else None
+    kind = _type_of(form)
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ValueError(f"{place}.type: expected one of {', '.join(_FIELDS)}, got {kind!r}")
     for name, expected in _FIELDS[kind].items():
@@ -337,8 +338,13 @@ def _checked_type(place: str, form: Any) -> str:
     for name in ("triggers", "excludes"):
         texts = form.get(name) or []
         if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-            raise ValueError(f"{place}.{name}: expected a list of texts, none of them empty")
+            raise ValueError(f"{place}.{name}: expected a list of texts, none of them empty, got {shown(texts)}")
     return kind
+
+
+def _type_of(form: Any) -> Any:
+    """What a format says of its type, which may be nothing."""
+    return form.get("type") if isinstance(form, dict) else None
 
 
 def _quoted(text: str) -> str:

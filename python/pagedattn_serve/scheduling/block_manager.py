@@ -59,6 +59,11 @@ class BlockManager:
         self._rows = TableRows(table_array)
 
     @property
+    def allocator(self) -> BlockAllocator:
+        """Of the blocks in the cache; to be read only. `clear` puts another one there."""
+        return self._allocator
+
+    @property
     def num_blocks(self) -> int:
         """Blocks in the cache."""
         return self._allocator.num_blocks

@@ -29,8 +29,6 @@ class StateSlots:
     slot_of: to be read only.
     """
 
-    checkpoint_tokens = CHECKPOINT_TOKENS
-
     def __init__(self, num_slots: int, num_host_slots: int) -> None:
         self.num_slots = num_slots
         self._num_host_slots = num_host_slots
@@ -89,7 +87,7 @@ class StateSlots:
         """
         checkpoints = []
         pinned = self._allocator.pinned
-        period = max(1, self.checkpoint_tokens // block_size)
+        period = max(1, CHECKPOINT_TOKENS // block_size)
         for i, scheduled in enumerate(batch.sequences[batch.num_plain :], batch.num_plain):
             sequence, begin = scheduled.sequence, scheduled.sequence.num_computed_tokens
             last = (sequence.num_tokens - 1) // block_size

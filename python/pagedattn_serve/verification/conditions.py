@@ -122,7 +122,7 @@ def _recomputed(stats: EngineStats) -> str:
 
 
 def _recomputed_by_time(stats: EngineStats) -> str:
-    """Of chunks, whose sizes hang on the clock, and with them whether there is room."""
+    """Of chunks, whose sizes depend on the clock, and with them whether there is room."""
     return f"{stats.num_recomputes:,} preemptions"
 
 

@@ -16,10 +16,10 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from pagedattn_serve.errors import ArgumentError, ArgumentOSError, describe
+from pagedattn_serve.verification.workload import MAX_TOKENS
 
 KEY_VARIABLE = "OPENAI_API_KEY"  # as OpenAI's own client reads it
 TIMEOUT = 600.0  # seconds for an answer
-MAX_TOKENS = 24
 MAX_SHOWN = 200  # characters of an answer
 NUM_AT_ONCE = 8
 NUM_ROUNDS = 3

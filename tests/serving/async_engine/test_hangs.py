@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-from async_runs import greedy, play, read, until
+from async_runs import core_pid, greedy, play, read, until
 from checkpoints import Checkpoint
 from faulty_rank import HANGS
 from server_process import wait_for
@@ -161,12 +161,11 @@ def test_a_core_that_is_stopped_and_one_whose_python_stands_still(
     processes = StartedRanks()
     monkeypatch.setattr(process_core, "start_process", processes.start)
     engine = AsyncLLMEngine.from_engine_args(EngineArgs(text_model, num_blocks=40))
-    silent = f"the engine core (process {engine.core_pid}) has not answered for 3 seconds"
+    silent = f"the engine core (process {core_pid(engine)}) has not answered for 3 seconds"
 
     async def main() -> None:
         async with engine as serving:
-            pid = serving.core_pid
-            assert pid is not None
+            pid = core_pid(serving)
             os.kill(pid, signal.SIGSTOP)
             await until(lambda: serving.replicas()[0].hang == f"{silent}: it is stopped")
             request = asyncio.create_task(read(serving, "the", greedy(2)))

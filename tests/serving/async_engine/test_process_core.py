@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from async_runs import TIMEOUT, census, expect_none_grown, greedy, play, read
+from async_runs import TIMEOUT, census, core_pid, expect_none_grown, greedy, play, read
 from engine_runs import run
 from server_process import WAIT_SECONDS, children_of, in_pieces, is_running, wait_for
 from slow_engine import slow_steps
@@ -78,7 +78,7 @@ def shared(text_model: str) -> Iterator[Shared]:
         engine = AsyncLLMEngine.from_engine_args(args, max_waiting=100, initializer=slow_steps)
         runner.run(engine.start())
         yield Shared(runner, engine)
-        pid = engine.core_pid
+        pid = core_pid(engine)
         runner.run(engine.shutdown())
     assert engine.error is None and pid not in children_of(os.getpid())
 
@@ -385,8 +385,7 @@ def test_a_process_that_is_killed_amid_streams(text_model: str) -> None:
             serving.on_death = lambda: deaths.append(serving.is_running)
             streams = [serving.generate("the", LONG) for _ in range(4)]
             await asyncio.gather(*map(anext, streams))
-            pid = serving.core_pid
-            assert pid is not None
+            pid = core_pid(serving)
             os.kill(pid, signal.SIGKILL)
             message = rf"the engine broke: the engine core \(process {pid}\) was killed by SIGKILL"
             for stream in streams:
@@ -473,18 +472,18 @@ def test_a_process_that_is_killed_while_idle_and_one_that_ends_by_itself(text_mo
     async def main() -> None:
         dead = asyncio.Event()
         ended = AsyncLLMEngine.from_engine_args(EngineArgs(text_model), on_death=dead.set, initializer=exit_in_step)
-        pid = ended.core_pid
+        pid = core_pid(ended)
         async with ended:
             with pytest.raises(EngineDeadError, match=rf"\(process {pid}\) ended with status 7$"):
                 await read(ended, "the", greedy(2))
             await dead.wait()
         dead.clear()
         idle = AsyncLLMEngine.from_engine_args(EngineArgs(text_model), on_death=dead.set)
-        assert idle.core_pid is not None
+        pid = core_pid(idle)
         async with idle:
-            os.kill(idle.core_pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             await dead.wait()
-            assert idle.error == f"the engine core (process {idle.core_pid}) was killed by SIGKILL"
+            assert idle.error == f"the engine core (process {pid}) was killed by SIGKILL"
 
     play(main())
 
@@ -571,7 +570,7 @@ async def main(serving):
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         streams = [serving.generate("the", params) for _ in range(4)]
         await asyncio.gather(*map(anext, streams))
-        print(serving.core_pid, flush=True)
+        print(serving.replicas()[0].pid, flush=True)
         PLACE
 
 async def main_of_another_thread():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import VARIANTS, Checkpoint, greedy_reference, make_model
 from engine_runs import finish_all, run, token_ids
-from quantized_checkpoints import linear_layers, matrix, quantize_inputs, set_matrix
+from quantized_checkpoints import dequantized, linear_layers, matrix, quantize_inputs, set_matrix
 from torch import nn
 from transformers import AutoModelForCausalLM, Olmo2Config
 
@@ -43,7 +43,7 @@ def test_greedy_tokens_are_those_of_plain_torch(tmp_path: Path, name: str, quant
 
     for layer_name, layer in linear_layers(model).items():
         quantize = quantize_int4 if is_int4(layer_name, layer) else quantize_int8
-        set_matrix(layer, quantize(matrix(layer)).dequantize())  # the embedding, if it was tied, stays as it is
+        set_matrix(layer, dequantized(quantize(matrix(layer))))  # the embedding, if it was tied, stays as it is
     reference = quantize_inputs(
         model, lambda layer_name, layer: 32 if is_int4(layer_name, layer) else matrix(layer).shape[1]
     )

@@ -56,6 +56,13 @@ async def read(engine: AsyncLLMEngine, *args: Any, **options: Any) -> RequestOut
     return outputs[-1]
 
 
+def core_pid(engine: AsyncLLMEngine) -> int:
+    """The process that the engine has to itself."""
+    pid = engine.replicas()[0].pid
+    assert pid is not None
+    return pid
+
+
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.001)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from pagedattn_serve.models.quantization import Int8Weight, QuantizedWeight
+
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 # Sizes that groups of 32 divide.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -138,7 +140,7 @@ def quantize(weight: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor],
         scales = ((groups.amax(-1) - groups.amin(-1)) / 15).half()
         zeros = (-groups.amin(-1) / scales.float()).round().clamp(0, 15).int()
     steps = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
-    dequantized = ((steps - zeros[..., None]) * scales.float()[..., None]).flatten(1)
+    meant = ((steps - zeros[..., None]) * scales.float()[..., None]).flatten(1)
     codes = steps.int().flatten(1)
     match method:
         case "gptq":
@@ -155,7 +157,15 @@ def quantize(weight: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor],
             packed = dict(weight_packed=pack(codes), weight_scale=scales, weight_shape=torch.tensor(weight.shape))
             if not arguments["symmetric"]:
                 packed["weight_zero_point"] = pack(zeros.t()).t()
-    return packed, dequantized
+    return packed, meant
+
+
+def dequantized(weight: QuantizedWeight) -> Tensor:
+    """fp32 [out_features, in_features]. weight: in 4 bits with its codes in uint8."""
+    if isinstance(weight, Int8Weight):
+        return weight.codes * weight.scales[:, None]
+    codes = weight.codes.reshape(*weight.scales.shape, -1).float()
+    return ((codes - weight.zeros[..., None]) * weight.scales[..., None].float()).flatten(1)
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -15,7 +15,16 @@ import torch
 from checkpoints import VARIANTS, Checkpoint, change_config, convert_to_bin, greedy_reference, make_model
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from quantized_checkpoints import CONFIGS, SHAPES, int8_rows, linear_layers, matrix, save_quantized, set_matrix
+from quantized_checkpoints import (
+    CONFIGS,
+    SHAPES,
+    dequantized,
+    int8_rows,
+    linear_layers,
+    matrix,
+    save_quantized,
+    set_matrix,
+)
 from safetensors.torch import load_file, save_file
 from thread_ranks import Ranks, ThreadCommunicator, run_ranks
 from torch import Tensor, nn
@@ -238,7 +247,7 @@ def quantize_by_rank(model: PreTrainedModel, is_int4: Callable[[str, int], bool]
         if weights:
             parts = matrix(layer).split(sizes, dim=1)
             rounded = [(quantize_int4 if is_int4(name, part.shape[1]) else quantize_int8)(part) for part in parts]
-            set_matrix(layer, torch.cat([part.dequantize() for part in rounded], dim=1))
+            set_matrix(layer, torch.cat([dequantized(part) for part in rounded], dim=1))
         elif name == "lm_head":
             continue
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from quantized_checkpoints import dequantized
 from torch import Tensor
 
 from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
@@ -32,7 +33,7 @@ def test_int8_is_the_nearest_level(shape: tuple[int, int]) -> None:
     largest = weight.abs().amax(1)
     assert torch.equal(quantized.scales, largest / 127)
     assert torch.equal(quantized.codes.abs().amax(1), torch.full((len(weight),), 127, dtype=torch.int8))
-    error = (quantized.dequantize() - weight).abs()
+    error = (dequantized(quantized) - weight).abs()
     assert (error <= quantized.scales[:, None] * 0.5001).all()
 
 
@@ -44,7 +45,7 @@ def test_int4(shape: tuple[int, int]) -> None:
     assert quantized.codes.shape == shape and quantized.group_size == 32
     assert quantized.scales.dtype == torch.float16
     assert quantized.codes.max() <= 15 and quantized.zeros.max() <= 15
-    errors, of_range = ((w - weight).view(-1, 32).norm(dim=1) for w in (quantized.dequantize(), by_range(weight)))
+    errors, of_range = ((w - weight).view(-1, 32).norm(dim=1) for w in (dequantized(quantized), by_range(weight)))
     assert (errors <= of_range * 1.01).all()  # as scales are rounded to fp16
     if weight.numel() > 10000:
         assert errors.norm() < 0.965 * of_range.norm()
@@ -54,7 +55,7 @@ def test_int4(shape: tuple[int, int]) -> None:
 def test_weights_of_16_bits(dtype: torch.dtype) -> None:
     weight = normal((20, 96)).to(dtype)
     for quantize in (quantize_int8, quantize_int4):
-        assert torch.equal(quantize(weight).dequantize(), quantize(weight.float()).dequantize())
+        assert torch.equal(dequantized(quantize(weight)), dequantized(quantize(weight.float())))
 
 
 def test_weights_in_another_order_in_memory() -> None:
@@ -69,7 +70,7 @@ def test_zeros_stay_zeros() -> None:
     weight[2, 32:64] = 0
     weight[3, ::3] = 0
     for quantize in (quantize_int8, quantize_int4):
-        assert (quantize(weight).dequantize()[weight == 0] == 0).all()
+        assert (dequantized(quantize(weight))[weight == 0] == 0).all()
 
 
 @pytest.mark.parametrize("value", [3.7, -0.02, 1e-30, 1e29])
@@ -77,7 +78,7 @@ def test_a_group_of_one_value(value: float) -> None:
     """All of it on one side of zero, which is a level nevertheless."""
     weight = torch.full((2, 32), value)
     for quantize in (quantize_int8, quantize_int4):
-        torch.testing.assert_close(quantize(weight).dequantize(), weight, rtol=2**-11, atol=0)
+        torch.testing.assert_close(dequantized(quantize(weight)), weight, rtol=2**-11, atol=0)
 
 
 def test_scales_take_32_bits_where_16_would_lose_too_much() -> None:
@@ -87,13 +88,13 @@ def test_scales_take_32_bits_where_16_would_lose_too_much() -> None:
     weight[3, :32] = 0
     quantized = quantize_int4(weight)
     assert quantized.scales.dtype == torch.float32
-    assert (quantized.dequantize()[3] - weight[3]).norm() < 0.1 * weight[3].norm()
+    assert (dequantized(quantized)[3] - weight[3]).norm() < 0.1 * weight[3].norm()
 
 
 def test_an_outlier_costs_its_group_alone() -> None:
     weight = normal((1, 1024))
     weight[0, 500] = 1000
-    error = (quantize_int4(weight).dequantize() - weight).reshape(-1, 32).norm(dim=1)
+    error = (dequantized(quantize_int4(weight)) - weight).reshape(-1, 32).norm(dim=1)
     assert error.argmax() == 500 // 32 and error.sort().values[-2] < 0.8
 
 

@@ -24,6 +24,7 @@ from pagedattn_serve.models.linear import PackedLinear
 from pagedattn_serve.models.transformers_model import TransformersCausalLM
 from pagedattn_serve.models.transformers_states import ON_OPS, MixerForward, mixers
 from pagedattn_serve.sampling_params import SamplingParams
+from pagedattn_serve.scheduling import state_slots
 
 __all__ = ["save"]  # the fixture
 
@@ -219,14 +220,16 @@ def test_decodes_are_one_call_and_each_prompt_is_one(save: Save, monkeypatch: py
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "mamba2", "qwen3_5_text"])
-def test_prompts_begin_with_what_others_have_computed(save: Save, model_type: str) -> None:
+def test_prompts_begin_with_what_others_have_computed(
+    save: Save, model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Up to the end of a block where a prompt has left its state: its last full block, or a period of tokens."""
+    monkeypatch.setattr(state_slots, "CHECKPOINT_TOKENS", 16)
     path, model = save(model_type, **fields_of(model_type))
     first, other = prompts_of(model_type, (45, 30))
     prompts = [first, first, first + other, first[:36] + other, first[:20] + other, other]
     expected = greedy_references(model, prompts, NUM_TOKENS)
     engine = LLMEngine(path, block_size=8, max_num_seqs=16)
-    engine.scheduler.block_manager.states.checkpoint_tokens = 16
     found = []
     for prompt, tokens in zip(prompts, expected, strict=True):  # one after the other
         before = engine.stats().num_found_tokens

@@ -6,6 +6,7 @@ vocabulary and few beginnings of prompts make equal tokens, and so hits, frequen
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -18,11 +19,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
+from pagedattn_serve.scheduling import state_slots
 from pagedattn_serve.scheduling.held_blocks import max_num_tokens, num_behind
 
 BLOCK_SIZE = 8
 VOCAB_SIZE = 3
 WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (1,), (20,), (5, None), (None, 20, 5), (9, 9, 30)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def near_checkpoints() -> Iterator[None]:
+    """Of states: the prompts are shorter than CHECKPOINT_TOKENS."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state_slots, "CHECKPOINT_TOKENS", 2 * BLOCK_SIZE)
+        yield
 
 
 class RandomLoad:
@@ -79,7 +89,6 @@ class RandomLoad:
             seed=seed,
             store=FakeStore() if has_store and not keeps_states else None,
         )
-        self.engine.manager.states.checkpoint_tokens = 2 * BLOCK_SIZE
         # A batch takes so long, and not what the clock says: a run is to be the same again.
         mark_computed, token_seconds = self.engine.scheduler.mark_computed, (0.0, 0.1, 1.0)[seed % 3]
         self.engine.scheduler.mark_computed = lambda batch, _: mark_computed(

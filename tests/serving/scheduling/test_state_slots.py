@@ -4,6 +4,7 @@ import pytest
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
+from pagedattn_serve.scheduling import state_slots
 from pagedattn_serve.scheduling.block_manager import BlockManager
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence, Sequence, TableArray
@@ -37,13 +38,13 @@ def test_forked_sequences_share_a_slot_until_one_runs() -> None:
     assert slots.num_used_slots == 0 and not slots.take_copies()
 
 
-def test_checkpoints_have_the_slots_that_are_left() -> None:
+def test_checkpoints_have_the_slots_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = StateSlots(2, 0)
     first, second = sequences_of(20, 20)
     slots.take(first)
     batch = ScheduledBatch([ScheduledSequence(first, 20, 1)])
     keys = [b"a", b"b", b"c", b"d"]
-    slots.checkpoint_tokens = 5
+    monkeypatch.setattr(state_slots, "CHECKPOINT_TOKENS", 5)
     [kept] = slots.plan_checkpoints(batch, 5, lambda _, num_blocks: keys[:num_blocks])  # the others have no slot
     assert (kept.sequence, kept.num_new_tokens) == (0, 5) and kept.slot != slots.slot_of[first]
     assert not slots.has_checkpoint(b"a")  # not before the step has run

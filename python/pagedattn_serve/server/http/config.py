@@ -156,11 +156,19 @@ def check_not_empty(name: str, value: object) -> None:
         raise ArgumentError(name, "a text", "an empty one")
 
 
+def check_texts(name: str, value: object) -> tuple[str, ...]:
+    """The value. Raises TypeError unless it is a tuple of strings. The error tells types alone, as keys are secret."""
+    if not isinstance(value, tuple):
+        raise ArgumentTypeError(name, "a tuple of strings", type(value).__name__)
+    for each in value:
+        if not isinstance(each, str):
+            raise ArgumentTypeError(name, "a tuple of strings", f"{type(each).__name__} among them")
+    return value
+
+
 def check_hosts(hosts: object) -> None:
     """Raise TypeError unless `hosts` is a tuple of strings, ValueError unless each can stand in a header Host."""
-    if not isinstance(hosts, tuple) or not all(isinstance(host, str) for host in hosts):
-        raise ArgumentTypeError("allowed_hosts", "a tuple of strings")
-    for host in hosts:
+    for host in check_texts("allowed_hosts", hosts):
         if host != ANY_HOST and not is_host(host):
             raise ArgumentError(
                 "allowed_hosts", f"names or addresses without scheme and port, or {ANY_HOST}", repr(host)
@@ -192,9 +200,7 @@ def check_root_path(path: object) -> None:
 
 def check_origins(origins: object) -> None:
     """Raise TypeError unless `origins` is a tuple of strings, ValueError unless browsers send each as Origin."""
-    if not isinstance(origins, tuple) or not all(isinstance(origin, str) for origin in origins):
-        raise ArgumentTypeError("allowed_origins", "a tuple of strings")
-    for origin in origins:
+    for origin in check_texts("allowed_origins", origins):
         scheme, separator, rest = origin.partition("://")
         host = re.sub(r":\d+$", "", rest)
         is_origin = separator and re.fullmatch(r"[a-z][a-z0-9+.-]*", scheme) and is_host(host) and rest == rest.lower()
@@ -214,10 +220,9 @@ def is_host(text: str) -> bool:
 
 def check_api_keys(keys: object) -> None:
     """Raise TypeError unless `keys` is a tuple of strings, ValueError unless a header can carry each of them."""
-    if not isinstance(keys, tuple) or not all(isinstance(key, str) for key in keys):
-        raise ArgumentTypeError("api_keys", "a tuple of strings")
-    for i, key in enumerate(keys):
-        place = nth("key", i, len(keys))
+    texts = check_texts("api_keys", keys)
+    for i, key in enumerate(texts):
+        place = nth("key", i, len(texts))
         if not key:
             raise ArgumentError("api_keys", f"a text for {place}", "an empty one")
         if not all("!" <= character <= "~" for character in key):

@@ -13,7 +13,7 @@ import httptools
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from pagedattn_serve.server.http.errors import ApiError, encode_json
+from pagedattn_serve.server.http.errors import ApiError, encode_json, to_utf8
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Connection(HttpToolsProtocol):
         """Replaces uvicorn's method, for what is no HTTP: the answer has the shape and the id that all answers have."""
         request_id = secrets.token_hex(16)
         logger.info("request", extra={"fields": {"request_id": request_id, "status": 400}})
-        body = encode_json(ApiError(400, msg).body).encode()
+        body = to_utf8(encode_json(ApiError(400, msg).body))
         headers = (
             b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n"
         )

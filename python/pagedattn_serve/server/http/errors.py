@@ -72,15 +72,18 @@ class ClientGoneError(Exception):
 
 
 class JSONResponse(Response):
-    """Any text as valid JSON: a lone surrogate, which UTF-8 cannot write, as its escape."""
-
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return encode_json(content).encode("utf-8", "backslashreplace")
+        return to_utf8(encode_json(content))
 
 
 encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def to_utf8(text: str) -> bytes:
+    """The UTF-8 of JSON, or of events of JSON. A lone surrogate, which UTF-8 cannot write, becomes its escape."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -95,5 +98,5 @@ def is_anthropic(path: str) -> bool:
 def last_events(error: ApiError) -> bytes:
     """The end of a stream that fails."""
     body = error.body
-    data = f"data: {encode_json(body)}\n\n".encode("utf-8", "backslashreplace")
+    data = to_utf8(f"data: {encode_json(body)}\n\n")
     return b"event: error\n" + data if "type" in body else data + DONE

@@ -25,7 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedattn_serve.server.http.config import ANY_HOST, ServerConfig
-from pagedattn_serve.server.http.errors import ApiError, encode_json, is_anthropic, last_events
+from pagedattn_serve.server.http.errors import ApiError, encode_json, is_anthropic, last_events, to_utf8
 from pagedattn_serve.server.http.logs import RequestContext, current_request
 
 logger = logging.getLogger(__name__)
@@ -349,15 +349,11 @@ def too_intricate(body: bytes) -> str | None:
     return None
 
 
-def error_json(status: int, message: str, code: str) -> bytes:
-    return encode_json(ApiError(status, message, code=code).body).encode()
-
-
 async def refuse(
     receive: Receive, send: Send, status: int, message: str, code: str, headers: MutableMapping[str, str] | None = None
 ) -> None:
     """Answer with an error. Close the connection when the client has seen it, or at least had the time to see it."""
-    body = error_json(status, message, code)
+    body = to_utf8(encode_json(ApiError(status, message, code=code).body))
     all_headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

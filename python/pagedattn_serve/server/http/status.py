@@ -14,6 +14,8 @@ router = APIRouter()
 
 
 class ReplicaHealth(TypedDict):
+    """is_running: and does not hang (`ReplicaStatus.is_well`)."""
+
     replica: int
     is_running: bool
     error: str | None

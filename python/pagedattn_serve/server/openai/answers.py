@@ -14,7 +14,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
 from pagedattn_serve.outputs import CompletionOutput, RequestOutput
-from pagedattn_serve.server.http.errors import JSONResponse, encode_json
+from pagedattn_serve.server.http.errors import JSONResponse, encode_json, to_utf8
 from pagedattn_serve.server.http.event_stream import EventStream, SendEvents, while_connected
 from pagedattn_serve.server.openai.fields import ChatCompletionRequest, CompletionRequest, StreamOptions
 from pagedattn_serve.server.openai.jobs import Job, JobRunner
@@ -188,7 +188,7 @@ class JobChunks:
 
         await self._jobs.run(self._job, take, self._forget_prompt)
         if self._writer.counts_at_end:
-            await send(self._writer.usage(await self._final_usage()).encode())
+            await send(to_utf8(self._writer.usage(await self._final_usage())))
 
     def _events(self, place: int, output: RequestOutput) -> bytes:
         chunks: list[str] = []
@@ -201,7 +201,7 @@ class JobChunks:
                 self._nums_tokens[place] += len(completion.token_ids)
                 index = place * self._job.params.n + completion.index
                 chunks += self._counted(self._news(index, completion, forms[completion.index]))
-        return "".join(chunks).encode()
+        return to_utf8("".join(chunks))
 
     def _counted(self, chunks: list[str]) -> list[str]:
         """The chunks, with the usage up to them if it is asked for."""
@@ -262,4 +262,4 @@ def response_of(answer: Mapping[str, Any], choices: Iterable[Mapping[str, Any]])
     # No text has this: its quotes are escaped.
     before, after = encode_json({**answer, "choices": []}).split('"choices":[]')
     content = f'{before}"choices":[{texts}]{after}'
-    return Response(content.encode("utf-8", "backslashreplace"), media_type=JSONResponse.media_type)
+    return Response(to_utf8(content), media_type=JSONResponse.media_type)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from pagedattn_serve.output_parsing.events import CallArguments, CallBegin, Content, Event, Reasoning
 from pagedattn_serve.output_parsing.output_format import Turn
 from pagedattn_serve.outputs import RequestOutput
-from pagedattn_serve.server.http.errors import ApiError, JSONResponse, encode_json, last_events
+from pagedattn_serve.server.http.errors import ApiError, JSONResponse, encode_json, last_events, to_utf8
 from pagedattn_serve.server.http.event_stream import EventStream, SendEvents, while_connected
 from pagedattn_serve.server.openai.jobs import Job
 from pagedattn_serve.server.openai.service import Service
@@ -197,4 +197,4 @@ class BlockAnswer:
 def encode_events(events: Iterable[Fields]) -> bytes:
     """Server-sent events, each with its type as its name."""
     texts = (f"event: {event['type']}\ndata: {encode_json(event)}\n\n" for event in events)
-    return "".join(texts).encode("utf-8", "backslashreplace")
+    return to_utf8("".join(texts))

@@ -92,7 +92,8 @@ async def tokenize(body: TokenizeRequest, service: Annotated[Service, Depends(se
     """The token ids of a prompt, or of the messages of a chat."""
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "prompt: expected either prompt or messages", param="prompt")
+        got = "none" if body.prompt is None else "both"
+        raise ApiError(400, f"prompt: expected either prompt or messages, got {got}", param="prompt")
     if body.messages is not None:
         text = await service.render(
             body.messages,

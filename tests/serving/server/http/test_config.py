@@ -33,9 +33,10 @@ def test_the_defaults_listen_to_this_machine_alone() -> None:
             ValueError,
             "prefix_cache_per_key: expected False without API keys, by which",
         ),
-        ("api_keys", "secret", TypeError, "api_keys: expected a tuple of strings"),
-        ("allowed_hosts", "box", TypeError, "allowed_hosts: expected a tuple of strings"),
-        ("allowed_origins", "https://box", TypeError, "allowed_origins: expected a tuple of strings"),
+        ("api_keys", "secret", TypeError, "api_keys: expected a tuple of strings, got str"),
+        ("api_keys", ("secret", b"secret"), TypeError, "api_keys: expected a tuple of strings, got bytes among them"),
+        ("allowed_hosts", "box", TypeError, "allowed_hosts: expected a tuple of strings, got str"),
+        ("allowed_origins", "https://box", TypeError, "allowed_origins: expected a tuple of strings, got str"),
         (
             "allowed_origins",
             ("box.example",),

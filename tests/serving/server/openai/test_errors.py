@@ -345,6 +345,9 @@ def test_what_the_tokenizer_refuses_is_said_of_the_field(client: Any) -> None:
 
 def test_the_forms_of_a_field_are_those_of_the_route(client: Any) -> None:
     assert client.error("/tokenize", prompt=["a"]) == (400, "prompt", "prompt: expected a string, got ['a']")
+    for fields, got in (({}, "none"), ({"prompt": "a", "messages": MESSAGES}, "both")):
+        message = f"prompt: expected either prompt or messages, got {got}"
+        assert client.error("/tokenize", **fields) == (400, "prompt", message)
 
 
 def test_a_path_with_a_slash_more_is_none(client: Any) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from checkpoints import EOS
 from pydantic import TypeAdapter
+from scripted_models import SCRIPT_LEN, make_scripted_model
 from tool_models import TOOL_TEMPLATE, make_tool_model
 
 from pagedattn_serve.engine import LLMEngine
@@ -186,6 +188,30 @@ def test_calls_and_a_stop_string(
     else:
         with pytest.raises(json.JSONDecodeError):
             calls_of(choice)
+
+
+CALL_WITH_A_LONE_SURROGATE = r"""<tool_call>
+<function=f>
+<parameter=x>
+['\ud800']
+</parameter>
+</function>
+</tool_call>"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_lone_surrogate_in_an_argument(
+    serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, stream: bool
+) -> None:
+    """The argument is a literal of Python, whose escape becomes a character that UTF-8 cannot write. The answer, or
+    the stream, comes to its end, and has the escape again."""
+    directory = tmp_path_factory.mktemp("surrogate")
+    script = CALL_WITH_A_LONE_SURROGATE + EOS * (SCRIPT_LEN - len(CALL_WITH_A_LONE_SURROGATE))
+    make_scripted_model(directory, f"{{{{ tools | tojson }}}}{{{{ messages | tojson }}}}{script}")
+    with serve(LLMEngine(str(directory), num_blocks=64), tool_call_parser="qwen3_coder") as client:
+        [choice] = ask(client, stream, tools=with_schema({"properties": {"x": {}}}), temperature=0)["choices"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert calls_of(choice) == [("f", {"x": ["\ud800"]})]
 
 
 def test_none_is_no_call(tools: Any) -> None:

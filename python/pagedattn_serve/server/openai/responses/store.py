@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagedattn_serve.server.http.errors import encode_json
+from pagedattn_serve.server.http.errors import encode_json, to_utf8
 from pagedattn_serve.server.openai.blocks import Fields
 from pagedattn_serve.server.openai.responses.items import Item
 
@@ -99,4 +99,4 @@ class ResponseStore:
 
 
 def _encode(value: object) -> bytes:
-    return encode_json(value).encode("utf-8", "backslashreplace")
+    return to_utf8(encode_json(value))
