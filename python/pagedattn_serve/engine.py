@@ -87,7 +87,8 @@ class LLMEngine:
 
     KeyboardInterrupt, or another exception that is no `Exception`, may come at any point of a call. It ends all
     unfinished requests as aborted, whoever added them: their outputs are lost, their blocks are free, their ids may be
-    taken again, and no cached prefix is left. The engine is as good as new.
+    taken again, and no cached prefix is left. The engine is as good as new. An `Exception` of the caller's own, such as
+    a handler of SIGALRM raises, does no harm either, but may become the error of the request that it meets.
     """
 
     # `from_engine_args` sets it before `__init__`, whose arguments are the options alone, as in vLLM.
@@ -268,17 +269,17 @@ class LLMEngine:
         """The second half of `add_request`. Raises ValueError, with nothing queued, if the request id is taken or
         `Scheduler.add` refuses the request."""
         group = request.group
-        self.scheduler.add(group)
-        self._requests.by_id[group.request_id] = request
-        self._num_prompt_tokens += len(group.prompt_token_ids)
-        stored, request.stored = request.stored, None
-        # The blocks of a batch that failed are free, and still to be copied.
-        if self._stored is not None and stored is not None and self._batch is None:
-            try:
+        try:
+            self.scheduler.add(group)
+            self._requests.by_id[group.request_id] = request
+            self._num_prompt_tokens += len(group.prompt_token_ids)
+            stored, request.stored = request.stored, None
+            # The blocks of a batch that failed are free, and still to be copied.
+            if self._stored is not None and stored is not None and self._batch is None:
                 self._stored.insert(*stored)
-            except Exception:
-                self._is_broken = True
-                raise
+        except Exception:
+            self._is_broken = self.scheduler.has(group)  # otherwise the scheduler has refused the request
+            raise
 
     @interruptible
     def register_prefix(self, prefix: Prompt) -> int:
@@ -310,7 +311,7 @@ class LLMEngine:
         if self._batch is not None and not self.executor.can_run_again:
             self._restart(self._requests.by_id)
         if self._batch is None:
-            self._batch = self.scheduler.schedule()
+            self._batch = self._schedule()
         scheduled = time.monotonic()
         batch = self._batch
         sampled = self.executor.execute(batch)
@@ -318,16 +319,27 @@ class LLMEngine:
         try:
             self.scheduler.mark_computed(batch, executed - scheduled)
             outputs = self._requests.append_tokens(batch, sampled)
+            self._batch = None
         except Exception:
             self._is_broken = True  # the batch cannot run again: some of its requests may have their tokens
             raise
-        self._batch = None
         if self._stored is not None:
             self._stored.write_some()
         self._num_steps += 1
         self._execute_seconds += executed - scheduled
         self._step_seconds += time.monotonic() - started
         return outputs
+
+    def _schedule(self) -> ScheduledBatch:
+        """The next batch. After an exception all requests wait: blocks that the batch would have computed are already
+        among those that other prompts find."""
+        try:
+            return self.scheduler.schedule()
+        except Exception:
+            self._is_broken = True  # until all is in order again
+            self._restart(self._requests.by_id)
+            self._is_broken = False
+            raise
 
     def fail_batch(self, error: str) -> list[RequestOutput]:
         """After a step that raised: end the requests of its batch with `error`; returns their last outputs.
@@ -383,9 +395,13 @@ class LLMEngine:
         request = self._requests.by_id.get(request_id)
         if request is None:
             return None
-        if self._batch is not None:
-            self._restart(self._requests.by_id)  # because the request may be in the batch
-        return self._requests.abort(request)
+        try:
+            if self._batch is not None:
+                self._restart(self._requests.by_id)  # because the request may be in the batch
+            return self._requests.abort(request)
+        except Exception:
+            self._is_broken = True
+            raise
 
     def check_health(self) -> None:
         """Raise ExecutorDeadError if a rank of the model has died. A step says that as well; this is for idle times."""

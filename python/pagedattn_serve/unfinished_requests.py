@@ -9,7 +9,7 @@ from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.execution.sampler import SamplerOutput
 from pagedattn_serve.outputs import RequestOutput
 from pagedattn_serve.requests.pooling import PoolingRequest
-from pagedattn_serve.requests.request import Request, SampledToken
+from pagedattn_serve.requests.request import OutputError, Request, SampledToken
 from pagedattn_serve.sampling_params import RequestOutputKind
 from pagedattn_serve.scheduling.scheduler import Scheduler
 from pagedattn_serve.scheduling.sequence import ScheduledBatch, ScheduledSequence
@@ -77,9 +77,9 @@ class UnfinishedRequests:
             request = requests[scheduled.sequence.request_id]
             try:
                 is_finished = request.add_token(token, scheduler)
-            except Exception as error:
+            except OutputError as error:
                 self.num_output_tokens -= 1
-                self._end(request, error)
+                self._end(request, error.__cause__)
                 is_finished = True
             if is_finished or request.output_kind is not FINAL_ONLY:
                 outputs.append(self._tell(request, now))
@@ -166,11 +166,11 @@ class UnfinishedRequests:
             if has_drafts:
                 return request.add_verified(tokens, self._scheduler)
             return request.add_tokens(tokens, self._scheduler)
-        except Exception as error:
-            self._end(request, error)
+        except OutputError as error:
+            self._end(request, error.__cause__)
             return 0
 
-    def _end(self, request: Request, error: Exception) -> None:
+    def _end(self, request: Request, error: BaseException | None) -> None:
         """End a request with what its logits or its tokenizer have raised."""
         text = error if isinstance(error, BadArgument) else f"{type(error).__name__}: {error}"
         has_trace = not isinstance(error, FloatingPointError | BadArgument)  # their traces show nothing

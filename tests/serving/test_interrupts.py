@@ -88,10 +88,12 @@ T = TypeVar("T")
 
 
 class Places:
-    """The calls and lines of some files as they are run, counted; at number `at` an interrupt comes."""
+    """The calls and lines of some files as they are run, counted; at number `at` an interrupt comes, or this error."""
 
-    def __init__(self, at: int | None = None, files: set[str] = FILES) -> None:
-        self.at, self.files, self.count = at, files, 0
+    def __init__(
+        self, at: int | None = None, files: set[str] = FILES, error: type[BaseException] = KeyboardInterrupt
+    ) -> None:
+        self.at, self.files, self.error, self.count = at, files, error, 0
         self.seen: list[tuple[str, int]] = []
 
     def __enter__(self) -> "Places":
@@ -110,7 +112,7 @@ class Places:
             self.count += 1
             self.seen.append((frame.f_code.co_qualname, frame.f_lineno))
             if self.count == self.at:
-                raise KeyboardInterrupt
+                raise self.error
         return self._place
 
 
@@ -218,6 +220,32 @@ def test_an_interrupt_of_generate(
         if in_clean_up or i % 5 == 0:
             assert results(generate(llm, prompts, params)) == expected, place
     assert results(generate(llm, prompts, params)) == expected
+
+
+@pytest.mark.parametrize("case", ["single", "groups"])
+def test_a_limit_of_the_caller(text_model: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a handler of SIGALRM raises comes to the caller, or ends the request whose text it meets. The next call
+    finds no block that was not computed."""
+    mark_computed = Scheduler.mark_computed
+    monkeypatch.setattr(Scheduler, "mark_computed", lambda self, batch, seconds: mark_computed(self, batch, 0.01))
+    options, params = {"single": (SMALL, PARAMS), "groups": (OF_GROUPS, GROUPS)}[case]
+    llm = LLM(text_model, **options)
+    expected = results(generate(llm, PROMPTS, params))
+    llm.llm_engine._is_broken = True
+    with Places() as places:
+        generate(llm, PROMPTS, params)
+    for at in chosen(places.seen):
+        llm.llm_engine._is_broken = True
+        place = places.seen[at - 1]
+        try:
+            with Places(at, error=TimeoutError):
+                outputs = generate(llm, PROMPTS, params)
+        except TimeoutError:
+            pass
+        else:
+            assert [output.error for output in outputs if output.error] == ["TimeoutError: "], place
+        expect_nothing_left(llm.llm_engine)
+        assert results(generate(llm, PROMPTS, params)) == expected, place
 
 
 def test_an_interrupt_of_the_clean_up_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,11 @@ DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 SampledToken = tuple[int, float, dict[int, Logprob] | None, list[tuple[int, float]] | None]
 
 
+class OutputError(Exception):
+    """A request cannot go on: its logits or its tokenizer have raised the cause of this error. Nothing but the outputs
+    of the request is half changed."""
+
+
 @dataclass(slots=True, frozen=True)
 class OutputRules:
     """What is the same for all outputs of a request.
@@ -96,8 +101,13 @@ class Completion:
             )
 
     def add_token(self, token: SampledToken) -> SequenceStatus | None:
-        """Append a token and its text. Returns the finished status if the token ends the output. Raises what
-        `require_number` and the tokenizer raise."""
+        """Append a token and its text. Returns the finished status if the token ends the output. Raises OutputError."""
+        try:
+            return self._add_token(token)
+        except Exception as error:
+            raise OutputError from error
+
+    def _add_token(self, token: SampledToken) -> SequenceStatus | None:
         token_id, logprob, top_logprobs, _ = token
         if logprob != logprob:  # NaN; the comparison saves a call
             self.require_number(logprob)
@@ -214,7 +224,7 @@ class Request:
 
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """Append a token to each unfinished sequence. If the first tokens are several, the sequence forks for them.
-        Returns how many tokens were appended. Raises what `Completion.add_token` raises."""
+        Returns how many tokens were appended. Raises OutputError."""
         if self._prompt_logprobs is not None:
             self._name_prompt()
         if len(tokens) > len(self.completions):
@@ -300,9 +310,12 @@ class Request:
         token_ids, logprobs = self.group.prompt_token_ids, self._prompt_logprobs
         candidates = [packed or token_ids[:1] for packed in logprobs]
         names = names_in_prompt(self._token_names, token_ids, self._prompt, candidates)
-        for packed, found in zip(logprobs, names, strict=False):
-            if packed is not None:
-                packed.texts = found
+        try:
+            for packed, found in zip(logprobs, names, strict=False):
+                if packed is not None:
+                    packed.texts = found
+        except Exception as error:
+            raise OutputError from error
 
 
 class BeamRequest(Request):
@@ -328,13 +341,15 @@ class BeamRequest(Request):
     def add_tokens(self, tokens: list[SampledToken], scheduler: Scheduler) -> int:
         """Take the candidates for each running beam. The search says which beams go on with which tokens.
 
-        Returns the number of beams that ran. Raises FloatingPointError for logits that are no numbers, ValueError if
-        no token is left to choose.
+        Returns the number of beams that ran. Raises OutputError, also if no token is left to choose.
         """
         self._name_prompt()
         beams = self.completions
         for beam, (_, logprob, _, _) in zip(beams, tokens, strict=True):
-            beam.require_number(logprob)
+            try:
+                beam.require_number(logprob)
+            except FloatingPointError as error:
+                raise OutputError from error
         step = self._search.select(
             [beam.cumulative_logprob for beam in beams],
             len(beams[0].sequence.output_token_ids),
@@ -349,7 +364,8 @@ class BeamRequest(Request):
         self._search.update(step, ended)
         if self._search.done:
             if not self._search.pool:
-                raise ArgumentError("sampling_params", "a token to choose", "masks that leave none")
+                no_token = ArgumentError("sampling_params", "a token to choose", "masks that leave none")
+                raise OutputError from no_token
             running: list[Completion] = []
         else:
             running = self._continue(step.running, scheduler)

@@ -145,6 +145,10 @@ class Scheduler:
         self._unfinished[group.request_id] = group
         self._enter_queue(group, SequenceStatus.WAITING)
 
+    def has(self, group: SequenceGroup) -> bool:
+        """Whether this group was added, and is unfinished."""
+        return self._unfinished.get(group.request_id) is group
+
     def schedule(self) -> ScheduledBatch:
         """Choose what runs next. Preempts, swaps in and admits as needed. The batch is empty only if nothing is
         unfinished, or if all groups that are left are `outgrown`."""
@@ -210,7 +214,7 @@ class Scheduler:
         `status` is not a finished one or the sequence is not unfinished here."""
         if not status.is_finished:
             raise ArgumentError("status", "a finished one", status)
-        if self._unfinished.get(group.request_id) is not group or sequence not in group.sequences:
+        if not self.has(group) or sequence not in group.sequences:
             raise ValueError(f"{sequence.request_id!r} is not an unfinished sequence of this scheduler")
         group.sequences.remove(sequence)
         if self._proposer is not None:

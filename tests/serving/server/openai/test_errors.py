@@ -91,6 +91,18 @@ SAMPLING: list[tuple[dict[str, Any], str | None]] = [
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
+    ({"spaces_between_special_tokens": False, "skip_special_tokens": False}, "spaces_between_special_tokens"),
+    ({"spaces_between_special_tokens": 1}, "spaces_between_special_tokens"),
+    ({"request_id": 5}, "request_id"),
+    ({"documents": [{"text": "a"}]}, "documents"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+    ({"logits_processors": ["a.b"]}, "logits_processors"),
+    ({"mm_processor_kwargs": {"num_crops": 4}}, "mm_processor_kwargs"),
+    ({"prompt_embeds": ["a"]}, "prompt_embeds"),
+    ({"repetition_detection": {"max_pattern_size": 3}}, "repetition_detection"),
+    ({"return_weight_versions": True}, "return_weight_versions"),
+    ({"return_weight_versions": 0}, "return_weight_versions"),
+    ({"vllm_xargs": {"a": 1}}, "vllm_xargs"),
     ({"foo": 0}, "foo"),
 ]
 
@@ -277,7 +289,8 @@ def test_empty_fields_for_what_is_not_done_are_taken(client: Any) -> None:
 
 
 def test_fields_without_effect_change_nothing(client: Any) -> None:
-    """Catches a field of OpenAI's API that is refused although it has no effect here, and a null that is no gap."""
+    """Catches a field of OpenAI's API or vLLM's that is refused although it has no effect here, and a null that is no
+    gap."""
     fields = {
         "service_tier": ["auto", "default", "flex", "scale", "priority", "fast", None],
         "verbosity": ["low", "medium", "high", None],
@@ -289,6 +302,17 @@ def test_fields_without_effect_change_nothing(client: Any) -> None:
         ],
         "prompt_cache_options": [{}, {"mode": "implicit", "ttl": "30m"}, {"mode": "explicit"}, None],
         "prompt_cache_retention": ["in_memory", "in-memory", "24h"],
+        "spaces_between_special_tokens": [True, False, None],
+        "request_id": ["", "a b/ü", None],
+        "documents": [[], None],
+        "kv_transfer_params": [{}, None],
+        "logits_processors": [[], None],
+        "mm_processor_kwargs": [{}, None],
+        "prompt_embeds": [[], None],
+        "repetition_detection": [{}, None],
+        "return_weight_versions": [False, None],
+        "vllm_xargs": [{}, None],
+        "echo": [False, None],
         "some_new_field": [None],
         "response_format": [{"type": "text", "some_new_field": None}],
     }
@@ -430,7 +454,7 @@ def test_an_error_of_the_engine_has_the_id_that_its_log_has(
     """Before a stream begins, and in its last event. The engine waits for the first event of a stream: an error that
     overtakes this event gets a response of its own."""
     has_begun = threading.Event()
-    real_add_token, real_respond = Completion.add_token, EventStream._respond
+    real_add_token, real_respond = Completion._add_token, EventStream._respond
 
     def fail(completion: Completion, token: Any) -> None:
         if len(completion.sequence.output_token_ids) == (2 if stream else 0):
@@ -446,7 +470,7 @@ def test_an_error_of_the_engine_has_the_id_that_its_log_has(
 
         await real_respond(self, send_and_note)
 
-    monkeypatch.setattr(Completion, "add_token", fail)
+    monkeypatch.setattr(Completion, "_add_token", fail)
     monkeypatch.setattr(EventStream, "_respond", respond)
     with serve(LLMEngine(speaker_path)) as client:
         if stream:
