@@ -298,6 +298,36 @@ def test_names_of_flash_attn() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
+def test_names_of_vllms_fork() -> None:
+    """The forms in which vLLM 0.33 imports from its fork. `cute`, which is left out, raises what vLLM catches."""
+    program = """
+        import sys, types, pagedattn_ext.vllm_flash_attn
+
+        sys.modules["vllm"] = types.ModuleType("vllm")
+        sys.modules["vllm.vllm_flash_attn"] = pagedattn_ext.vllm_flash_attn
+
+        from vllm.vllm_flash_attn import (
+            compile_flash_attn_varlen_func_from_specs, flash_attn_varlen_func, get_scheduler_metadata,
+            is_fa_version_supported,
+        )
+        from vllm.vllm_flash_attn import FA2_AVAILABLE, FA3_AVAILABLE, flash_attn_interface
+        from vllm.vllm_flash_attn.flash_attn_interface import fa_version_unsupported_reason, flash_attn_varlen_func
+        from vllm.vllm_flash_attn.flash_attn_interface import is_fa_version_supported as _is_fa_version_supported
+        from vllm.vllm_flash_attn.layers.rotary import apply_rotary_emb
+
+        assert FA2_AVAILABLE and FA3_AVAILABLE and flash_attn_interface.FA2_AVAILABLE
+        assert flash_attn_interface.is_fa_version_supported(4) and _is_fa_version_supported(3)
+        compile_flash_attn_varlen_func_from_specs(q_shape=(1, 2, 64), causal=True, fa_version=4)
+        try:
+            from vllm.vllm_flash_attn.cute.interface import _flash_attn_fwd
+        except ImportError:
+            pass
+        else:
+            raise AssertionError("cute")
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
+
+
 def test_what_vllm_asks_of_its_fork() -> None:
     """Any version that its function takes, and a plan without contents."""
     assert [vllm_flash_attn.is_fa_version_supported(version) for version in (1, 2, 3, 4)] == [False, True, True, True]

@@ -1,5 +1,8 @@
 """top_k and its transforms, and concat_mla_k, of pagedattn_ext.flashinfer, against loops of plain Python."""
 
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -187,3 +190,23 @@ def test_memory_for_keys_is_checked(k: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"^concat_mla_k: k: {message}$"):
         concat_mla_k(k, torch.ones(3, 2, 8), torch.ones(3, 1, 4))
     assert k.is_meta or not k.any()
+
+
+def test_modules_of_their_names() -> None:
+    """The recipe of docs/adopt.md, and modules in which FlashInfer has a function a second time."""
+    program = """
+        import sys, pagedattn_ext.flashinfer
+
+        for name in [name for name in sys.modules if name.startswith("pagedattn_ext.flashinfer")]:
+            sys.modules[name.removeprefix("pagedattn_ext.")] = sys.modules[name]
+
+        import flashinfer
+        from flashinfer.concat_ops import concat_mla_k
+        from flashinfer.dsv3_ops import concat_mla_k as of_dsv3
+        from flashinfer.quantization import packbits, segment_packbits
+        from flashinfer.quantization.packbits import packbits as of_module
+
+        assert of_dsv3 is concat_mla_k
+        assert of_module is packbits is flashinfer.packbits
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)

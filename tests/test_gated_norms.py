@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pagedattn_ext.fla.modules import FusedLayerNormGated, FusedRMSNormGated
+from pagedattn_ext.fla.modules import (
+    FusedLayerNormGated,
+    FusedLayerNormSwishGate,
+    FusedRMSNormGated,
+    FusedRMSNormSwishGate,
+)
 from pagedattn_ext.fla.modules.fused_norm_gate import layer_norm_gated, rms_norm_gated
 from pagedattn_ext.mamba_ssm.ops.triton.layernorm_gated import LayerNorm, RMSNorm, layernorm_fn, rmsnorm_fn
 
@@ -75,6 +80,19 @@ def test_gated_norm_of_fla(is_rms_norm: bool, activation: str) -> None:
     # Rows of heads beside those of tokens: of as many numbers.
     rows = layer(x.flatten(0, 1), g)
     assert_close(rows, (expected(x, is_rms_norm, weight, None) * gate).flatten(0, 1), dtype)
+
+
+def test_norms_with_a_swish_gate() -> None:
+    """The classes without `activation`, whose further arguments move up. Catches one that is given to a wrong name."""
+    x, g = torch.randn(2, 3, SIZE)
+    layer_norm = FusedLayerNormSwishGate(SIZE, True, True, EPS, None, torch.bfloat16)
+    rms_norm = FusedRMSNormSwishGate(SIZE, True, EPS, None, torch.bfloat16)
+    assert layer_norm.bias is not None
+    assert isinstance(layer_norm, FusedLayerNormGated) and isinstance(rms_norm, FusedRMSNormGated)
+    for layer, is_rms_norm in ((layer_norm, False), (rms_norm, True)):
+        assert layer.weight is not None and layer.weight.dtype == torch.bfloat16
+        normed = expected(x, is_rms_norm, layer.weight, layer.bias)
+        assert_close(layer(x, g), normed * functional.silu(g.double()), torch.float32)
 
 
 X, W = torch.zeros(2, 3, SIZE), torch.zeros(SIZE)

@@ -80,9 +80,14 @@ def test_modules_of_their_names() -> None:
         import causal_conv1d, fla, mamba_ssm
         from causal_conv1d.causal_conv1d_interface import causal_conv1d_fn, causal_conv1d_update
         from causal_conv1d.causal_conv1d_varlen import causal_conv1d_varlen_states
-        from fla.modules import FusedRMSNormGated
-        from fla.ops import chunk_gated_delta_rule
-        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+        from fla.modules import FusedLayerNormSwishGate, FusedRMSNormGated, FusedRMSNormSwishGate
+        from fla.modules.fused_norm_gate import FusedRMSNormSwishGate
+        from fla.modules.norm import FusedLayerNormGated, FusedRMSNormGated
+        from fla.modules.norm.fused_norm_gate import FusedRMSNormGated, rms_norm_gated
+        from fla.ops import chunk_gated_delta_rule, chunk_gdn, fused_recurrent_gdn
+        from fla.ops.gated_delta_rule import chunk_gdn, fused_recurrent_gated_delta_rule, fused_recurrent_gdn
+        from fla.ops.gated_delta_rule.chunk import chunk_gated_delta_rule, chunk_gdn
+        from fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta_rule, fused_recurrent_gdn
         from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
         from mamba_ssm.ops.triton.layernorm_gated import RMSNorm, rmsnorm_fn
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
@@ -90,6 +95,7 @@ def test_modules_of_their_names() -> None:
 
         modules = causal_conv1d, fla, mamba_ssm, pagedattn_ext.flash_mla
         assert [module.__version__[:3] for module in modules] == ["1.6", "0.6", "2.3", "1.0"]
+        assert chunk_gdn is chunk_gated_delta_rule and fused_recurrent_gdn is fused_recurrent_gated_delta_rule
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
@@ -494,6 +500,13 @@ def test_mamba_chunk_scan_combined() -> None:
         x1, dt1, A, B1, C1, 4, z=z1, **options, cu_seqlens=starts, return_varlen_states=True
     )
     assert_close((out.view(x.shape), states), expected)
+    out, final, states = mamba_chunk_scan_combined(
+        x1, dt1, A, B1, C1, 4, z=z1, **options, cu_seqlens=starts, return_final_states=True, return_varlen_states=True
+    )
+    assert_close((out.view(x.shape), states), expected)
+    assert_close(final, expected[1][-1:])  # of the last sequence, as the layer Mamba2 asks for them
+    final.zero_()
+    assert_close(states, expected[1])
 
 
 X, W = torch.zeros(2, 6, 3), torch.zeros(6, 4)
@@ -574,6 +587,13 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
         {"conv_state_indices": torch.tensor([0, 2])},
         r"conv_state_indices: expected -1 \(padding\) to 1, got 2",
     ),
+    (
+        mamba_chunk_scan_combined,
+        [torch.zeros(1, 3, 2, 4), torch.zeros(1, 3, 2), torch.zeros(2), *torch.zeros(2, 1, 3, 1, 8), 4],
+        {"cu_seqlens": torch.tensor([0, 3]), "return_final_states": True},
+        "return_final_states: expected False, got True",
+    ),
+    (mamba_chunk_scan_combined, SCANNED, {"return_varlen_states": True}, "return_varlen_states: expected False"),
     (chunk_gated_delta_rule, [*QKV, *GATES], {"head_first": True}, "head_first: expected False"),
     (chunk_gated_delta_rule, [*QKV, *GATES], {"cu_seqlens": torch.tensor([0, 6])}, "cu_seqlens: expected None with"),
     (
@@ -584,6 +604,7 @@ WRONG: list[tuple[Callable[..., Any], list[Any], dict[str, Any], str]] = [
     ),
     (chunk_gated_delta_rule, [*QKV, *GATES], {"initial_state": torch.zeros(2, 4, 8)}, "initial_state: expected shape"),
     (fused_recurrent_gated_delta_rule, QKV, {"gk": torch.zeros(1)}, "gk: expected None, got a tensor"),
+    (fused_recurrent_gated_delta_rule, QKV, {"beta": QKV[2]}, r"beta: expected shape \[2, 3, 4\], got \[2, 3, 4, 8\]"),
     (fused_recurrent_gated_delta_rule, QKV, {"head_first": True}, "head_first: expected False"),
     (fused_recurrent_gated_delta_rule, [QKV[0][:, :2], *QKV[1:]], {}, "q: expected shape"),
     (

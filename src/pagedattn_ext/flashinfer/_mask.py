@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._adapters import sequences_of_rows
 from ..ops._call import check_tensors
-from .quantization import unpack_bits
+from .quantization.packbits import unpack_bits
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,35 @@ class FusedRMSNormGated(nn.Module):
         return rms_norm_gated(x, g, self.weight, None, self.activation, residual, prenorm, residual_in_fp32, self.eps)
 
 
+class FusedLayerNormSwishGate(FusedLayerNormGated):
+    """`FusedLayerNormGated`, without the argument `activation`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        bias: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, bias, eps=eps, device=device, dtype=dtype)
+
+
+class FusedRMSNormSwishGate(FusedRMSNormGated):
+    """`FusedRMSNormGated`, without the argument `activation`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        elementwise_affine: bool = True,
+        eps: float = 1e-5,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, elementwise_affine, eps, device=device, dtype=dtype)
+
+
 def _gated(
     function: Callable[..., Any],
     x: Tensor,

@@ -38,7 +38,8 @@ def mamba_chunk_scan_combined(
     return_varlen_states: bool = False,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """The scan of Mamba 2 over whole sequences: out, with return_final_states or return_varlen_states (out, states).
+    """The scan of Mamba 2 over whole sequences: out, or a tuple of out and the states that are asked for, final states
+    before varlen states.
 
     Args:
         x, z: [batch, seq_len, num_heads, head_dim].
@@ -53,8 +54,11 @@ def mamba_chunk_scan_combined(
             effect beside cu_seqlens.
         cu_seqlens: int32 or int64 [num_seqs + 1], with a batch of 1: where sequences begin in it, and the last ends.
         dt_limit: the least and the greatest step.
-        return_final_states: without cu_seqlens, and return_varlen_states with cu_seqlens: whether to return the states,
-            fp32 [num_seqs, num_heads, head_dim, state_size].
+        return_final_states: whether to return the states behind the rows of each of the batch, fp32 [batch, num_heads,
+            head_dim, state_size]. With cu_seqlens it is refused without return_varlen_states, and the states are those
+            of the last sequence.
+        return_varlen_states: only with cu_seqlens: whether to return the states of each sequence, fp32 [num_seqs,
+            num_heads, head_dim, state_size].
         state_dtype: has no effect: states are fp32.
     """
     function = mamba_chunk_scan_combined
@@ -72,7 +76,7 @@ def mamba_chunk_scan_combined(
         raise ValueError(f"{function.__qualname__}: dt_limit: expected (least, greatest), got {dt_limit!r}") from None
     if cu_seqlens is None:
         expect_defaults(function, return_varlen_states=return_varlen_states)
-    else:
+    elif not return_varlen_states:
         expect_defaults(function, return_final_states=return_final_states)
     starts = sequences_of_batch(function, x, cu_seqlens)
     states = states_before(function, "initial_states", initial_states, (len(starts) - 1, *x.shape[2:], B.shape[3]), x)
@@ -102,4 +106,6 @@ def mamba_chunk_scan_combined(
         out = out.to(x.dtype)
     out = out.view(x.shape)
     states = states if last is None else states[last]
-    return (out, states) if return_final_states or return_varlen_states else out
+    if not return_varlen_states:
+        return (out, states) if return_final_states else out
+    return (out, states[-1:].clone(), states) if return_final_states else (out, states)

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import sequences_of_rows
-from .._index_checks import num_seqs_of
-from ..ops._call import check_tensors
+from ..._adapters import sequences_of_rows
+from ..._index_checks import num_seqs_of
+from ...ops._call import check_tensors
 
 BIT_ORDERS = ("big", "little")
 

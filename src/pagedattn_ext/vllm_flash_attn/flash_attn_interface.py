@@ -1,10 +1,4 @@
-"""The functions of vLLM's fork of flash-attn (`vllm.vllm_flash_attn`) on the ops of this package.
-
-Names, order and defaults are those of the fork in vLLM 0.33. `pagedattn_ext.flash_attn` computes, and says what the
-arguments mean and what has no effect. Refused, with a ValueError that names the argument: dropout_p, q_v, output_scale,
-cp_world_size above 1, mask_mod, block_sparse_tensors, aux_tensors, dynamic_causal, gather_kv_indices,
-gather_kv_valid_length.
-"""
+"""The functions of `vllm.vllm_flash_attn.flash_attn_interface`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,15 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import flash_attn
-from ._adapters import expect_defaults
+from pagedattn_ext import flash_attn
+from pagedattn_ext._adapters import expect_defaults
 
-__all__ = [
-    "fa_version_unsupported_reason",
-    "flash_attn_varlen_func",
-    "get_scheduler_metadata",
-    "is_fa_version_supported",
-]
+# `flash_attn_varlen_func` takes both versions.
+FA2_AVAILABLE = True
+FA3_AVAILABLE = True
 
 
 def is_fa_version_supported(fa_version: int, device: object = None) -> bool:
@@ -116,3 +107,7 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes, block_table=block_table, seqused_k=seqused_k, q_descale=q_descale,
         k_descale=k_descale, v_descale=v_descale, s_aux=s_aux, return_softmax_lse=return_softmax_lse, out=out,
     )  # fmt: skip
+
+
+def compile_flash_attn_varlen_func_from_specs(**specs: Any) -> None:
+    """Does nothing, whatever is in specs: the kernels of `flash_attn_varlen_func` are compiled with the package."""

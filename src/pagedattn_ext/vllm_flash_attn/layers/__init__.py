@@ -1,0 +1,1 @@
+"""What the fork has as layers: `rotary`."""
