@@ -16,8 +16,24 @@ from pagedattn_serve.loading.gguf_file import GgufFile, unreadable
 
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 ROPE_FACTORS = "rope_freqs.weight"  # by which each pair of a head's elements turns slower: LLaMA 3.1's scaling
-# Tokens that end a turn, by their names, in files that do not say which token does. llama.cpp has the same rule.
-TURN_ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<EOT>"})
+# Tokens that end an output by their names, beside those that the file names. llama.cpp has the same rule, and names for
+# other architectures. A token of any type counts: if a file has a wrong type, an output would never end. `</s>` is
+# left out, because it is a tag of HTML in Gemma's vocabulary.
+ENDS_BY_NAME = frozenset(
+    {
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end|>",
+        "<|end_of_text|>",
+        "<|endoftext|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "_<EOT>",
+        "<｜end▁of▁sentence｜>",  # DeepSeek's, also in its LLaMA and Qwen2
+    }
+)
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # Fields of generation_config.json.
 SAMPLING = {
@@ -105,10 +121,10 @@ def generation_fields(file: GgufFile) -> dict[str, Any]:
 
 
 def end_token_ids(file: GgufFile) -> list[int]:
-    """The tokens that end an output: those that the file names as such, and that which ends a turn by its name."""
+    """The tokens that end an output: those that the file names as such, and those that end one by their names."""
     found = {file.get(f"tokenizer.ggml.{key}", int, None) for key in END_KEYS} - {None}
-    if "tokenizer.ggml.tokens" in file.metadata and "tokenizer.ggml.eot_token_id" not in file.metadata:
-        found |= {token_id for token_id, text in enumerate(file.texts("tokenizer.ggml.tokens")) if text in TURN_ENDS}
+    if "tokenizer.ggml.tokens" in file.metadata:
+        found |= {token_id for token_id, text in enumerate(file.texts("tokenizer.ggml.tokens")) if text in ENDS_BY_NAME}
     return sorted(found)
 
 
@@ -155,6 +171,10 @@ def gemma(file: GgufFile) -> dict[str, Any]:
 
 
 def gemma2(file: GgufFile) -> dict[str, Any]:
+    theta = file.get("gemma2.rope.freq_base", float, 10000.0)
+    if (theta_of_windows := file.get("gemma2.rope.freq_base_swa", float, theta)) != theta:
+        expected = f"{theta:g}, that of all layers, in {file.path}"
+        raise ArgumentError("gemma2.rope.freq_base_swa", expected, f"{theta_of_windows:g}")
     return {
         **common_of_gemma(file),
         **attention_of_gemma(file, full_every=2, largest=46),
@@ -233,18 +253,31 @@ def common_of_gemma(file: GgufFile) -> dict[str, Any]:
 
 
 def attention_of_gemma(file: GgufFile, full_every: int, largest: int) -> dict[str, Any]:
-    """What the file does not say and llama.cpp knows by heart: every so many layers one sees all tokens, and the
+    """What llama.cpp knows by heart: every so many layers one sees all tokens, if the file does not say which, and the
     largest model of a generation, by its number of layers, scales its queries by another number."""
     name = file.architecture
     num_layers, window = (file.get(f"{name}.{key}", int) for key in ("block_count", "attention.sliding_window"))
     hidden_size, (heads, _) = file.get(f"{name}.embedding_length", int), num_heads(file)
     head_size = head_size_of(file, hidden_size, heads)
-    kinds = ("sliding_attention", "full_attention")
     return {
         "query_pre_attn_scalar": hidden_size // heads if num_layers == largest else head_size,
         "sliding_window": window,
-        "layer_types": [kinds[(layer + 1) % full_every == 0] for layer in range(num_layers)],
+        "layer_types": layer_types(file, num_layers, full_every),
     }
+
+
+def layer_types(file: GgufFile, num_layers: int, full_every: int) -> list[str]:
+    """As config.json has them. The file may have another number than full_every, or say of each layer whether the layer
+    has a window."""
+    key = f"{file.architecture}.attention.sliding_window_pattern"
+    pattern = file.get(key, (int, list), full_every)
+    if isinstance(pattern, int) and pattern > 0:
+        pattern = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    is_list = isinstance(pattern, list) and len(pattern) == num_layers
+    if not is_list or not all(isinstance(has_window, bool) for has_window in pattern):
+        expected = f"an int >= 1, or a bool for each of {num_layers} layers, in {file.path}"
+        raise ArgumentError(key, expected, f"{pattern!r:.80}")
+    return ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
 
 
 def num_heads(file: GgufFile) -> tuple[int, int]:
@@ -314,10 +347,13 @@ def yarn_parameters(file: GgufFile, factor: float) -> dict[str, Any]:
 def check_neutral(file: GgufFile, kind: str) -> None:
     """Raise ArgumentError for a number of llama.cpp's scaling that would change the rotary embedding, and has no place
     in config.json. kind: of scaling. A negative yarn_ext_factor stands for the neutral one."""
-    for name, neutral in (("ext_factor", float(kind == "yarn")), ("attn_factor", 1.0), ("log_multiplier", 0.0)):
-        key = f"{file.architecture}.rope.scaling.yarn_{name}"
+    neutral_numbers = {"yarn_ext_factor": float(kind == "yarn"), "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
+    if kind != "yarn":
+        neutral_numbers["attn_factor"] = 1.0
+    for name, neutral in neutral_numbers.items():
+        key = f"{file.architecture}.rope.scaling.{name}"
         value = file.get(key, float, neutral)
-        if value != neutral and not (name == "ext_factor" and value < 0):
+        if value != neutral and not (name == "yarn_ext_factor" and value < 0):
             raise ArgumentError(key, f"{neutral:g}, or none, in {file.path}", f"{value:g}")
 
 

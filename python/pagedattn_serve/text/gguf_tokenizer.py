@@ -29,6 +29,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     "tekken": (TEKKEN_WORDS,),
 }
 TAKES_WORDS_WHOLE = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})  # a word that is a token stays
+# Of these, too, a text begins with the BOS token if the file does not say whether, as in llama.cpp.
+BEGINS_WITH_BOS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
 
 
 def load_gguf_tokenizer(file: GgufFile) -> Any | None:
@@ -49,7 +51,8 @@ def load_gguf_tokenizer(file: GgufFile) -> Any | None:
     tokenizer = KINDS[kind](file, tokens, {*of_type[CONTROL], *of_type[USER_DEFINED]})
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in of_type[CONTROL]])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in of_type[USER_DEFINED]])
-    set_ends(tokenizer, file, tokens, adds_bos=kind == "llama")
+    adds_bos = kind == "llama" or file.get("tokenizer.ggml.pre", str, None) in BEGINS_WITH_BOS
+    set_ends(tokenizer, file, tokens, adds_bos)
     named = {
         f"{name}_token": tokens[token_id]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))

@@ -93,6 +93,18 @@ def test_a_window_of_no_tokens_is_none(tmp_path: Path) -> None:
     assert load_model(tmp_path / "m.gguf").architecture == "LlamaForCausalLM"
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
+@pytest.mark.parametrize(("pattern", "windows"), [(3, [1, 1, 0]), (1, [0, 0, 0]), ([False, True, True], [0, 1, 1])])
+def test_which_layers_have_windows(tmp_path: Path, name: str, pattern: Any, windows: list[int]) -> None:
+    """As the file says: every so many layers one sees all tokens, or of each layer whether it has a window."""
+    kinds = ["sliding_attention" if has_window else "full_attention" for has_window in windows]
+    model = make_gemma(name, num_hidden_layers=3, layer_types=kinds)
+    key = f"{name.removesuffix('_text')}.attention.sliding_window_pattern"
+    write_gguf(tmp_path / "m.gguf", model, **{key: pattern})
+    assert gguf_config(GgufFile.open(tmp_path / "m.gguf"))["layer_types"] == kinds
+    assert tokens_of(tmp_path / "m.gguf") == greedy_references(model, PROMPTS, 8)
+
+
 # ---- forms of layers ------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +292,7 @@ def test_files_that_are_not_there(file: Path) -> None:
         ({"llama.rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor: expected 0, or none, in .*m.gguf, got 0.5"),
         ({"llama.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor: expected 1, or none, in .*m.gguf, got 2"),
         ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier: expected 0, or none, in .*, got 0.1"),
+        ({"llama.rope.scaling.attn_factor": 0.5}, "scaling.attn_factor: expected 1, or none, in .*m.gguf, got 0.5"),
         ({"general.alignment": 0}, "expected a general.alignment of 1 byte or more, got 0"),
     ],
 )
@@ -290,6 +303,21 @@ def test_what_has_no_home_here(tmp_path: Path, options: dict[str, Any], error: s
         model.config.architectures = None
     with pytest.raises(ValueError, match=error):
         write_gguf(tmp_path / "m.gguf", model, **options)
+        load_model(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("rope.freq_base_swa", 500.0, "gemma2.rope.freq_base_swa: expected 10000, that of all layers, in .*, got 500"),
+        ("attention.sliding_window_pattern", 0, "pattern: expected an int >= 1, or a bool for each of 2 .*, got 0"),
+        ("attention.sliding_window_pattern", [True], r"expected an int >= 1, or a bool for each of 2 .*, got \[True\]"),
+        ("attention.sliding_window_pattern", [2, 1], r"expected an int >= 1, or a bool for each of 2 .*, got \[2, 1\]"),
+    ],
+)
+def test_windows_that_have_no_home_here(tmp_path: Path, field: str, value: Any, error: str) -> None:
+    write_gguf(tmp_path / "m.gguf", make_gemma("gemma2"), **{f"gemma2.{field}": value})
+    with pytest.raises(ValueError, match=error):
         load_model(tmp_path / "m.gguf")
 
 

@@ -93,6 +93,17 @@ def test_words(tmp_path: Path, words: str, text: str, pieces: list[str]) -> None
     assert [text[begin:end] for _, (begin, end) in cut] == pieces
 
 
+@pytest.mark.parametrize("words", ["llama3", "llama-v3", "llama-bpe", "falcon3", "tekken", "smaug-bpe", "qwen2"])
+def test_words_that_begin_with_bos(tmp_path: Path, words: str) -> None:
+    """Files that do not say whether a text begins with <s>: as llama.cpp has it by `tokenizer.ggml.pre`."""
+    begins = words not in ("smaug-bpe", "qwen2")
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    actual = write(tmp_path / "m.gguf", tokenizer, pre=words)
+    token_ids = actual("the cat", add_special_tokens=False).input_ids
+    assert actual("the cat").input_ids == [0] * begins + token_ids
+    assert write(tmp_path / "m.gguf", tokenizer, pre=words, add_bos_token=False)("the cat").input_ids == token_ids
+
+
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
@@ -124,13 +135,22 @@ def test_a_tokenizer_from_elsewhere(tmp_path: Path) -> None:
 
 
 def test_ends_and_defaults(tmp_path: Path) -> None:
-    """What the file names as an end, what ends a turn by its name, and how the file samples."""
+    """What the file names as an end, what ends an output by its name as well, and how the file samples."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", "<|im_end|>", "<|other|>")
     file = tmp_path / "m.gguf"
     write(file, tokenizer)
     assert eos_token_ids(file) == {1, 2}
     write(file, tokenizer, eot_token_id=3, eos_token_id=7)
-    assert eos_token_ids(file) == {3, 7}
+    assert eos_token_ids(file) == {2, 3, 7}
+    names = ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_utterance>", "_<EOT>", "<｜end▁of▁sentence｜>"]
+    write(file, make_tokenizer(tmp_path / "more", "<|other|>", *names), eot_token_id=4)
+    assert eos_token_ids(file) == {1, *range(3, 9)}
+    tokens = ["a", "b", "<|endoftext|>"]  # as GPT-2's, whose last token is the first of a text as well
+    fields = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.bos_token_id": 2}
+    write_gguf(file, make_model("llama-gqa"), tokenizer=fields)
+    assert eos_token_ids(file) == {2}
+    write_gguf(file, make_model("llama-gqa"), tokenizer=fields | {"tokenizer.ggml.eos_token_id": None})
+    assert eos_token_ids(file) == {2}
     fields = {"general.sampling.temp": 0.7, "general.sampling.top_k": 20}
     write_gguf(file, make_model("llama-gqa"), **fields)
     assert generation_defaults(file).params == SamplingParams(temperature=0.7, top_k=20)
