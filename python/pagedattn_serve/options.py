@@ -22,12 +22,14 @@ class Flag(NamedTuple):
     metavar: name of the value in the help. Default: N for an int, else the option's own name.
     convert: makes the value from a text. Default: what the option's type says.
     name: of the flag. Default: the option's own name, with dashes.
+    several: whether the flag takes all texts that follow it, one at least.
     """
 
     group: str | None = None
     metavar: str | None = None
     convert: Callable[[str], Any] | None = None
     name: str | None = None
+    several: bool = False
 
 
 class Option(NamedTuple):
@@ -92,6 +94,8 @@ def add_option(group: argparse._ActionsContainer, name: str, option: Option) -> 
         keywords["metavar"] = flag.metavar or ("N" if kind is integer else None)
         if option.default is not None and "(default: " not in option.help:
             keywords["help"] += f" (default: {option.default})"
+    if flag.several:
+        keywords["nargs"] = "+"
     group.add_argument(flag_name(name, option), **keywords)
 
 

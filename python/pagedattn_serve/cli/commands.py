@@ -208,10 +208,16 @@ KEY_VARIABLE = "PAGEDATTN_API_KEY"
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_options(parser, SERVER_FLAGS | ENGINE_FLAGS)
-    parser.set_defaults(served_model_name=None)  # the model says it
+    # None as model: the demo model, unless --served-model-name has taken MODEL as a name. None as name: the model's.
+    parser.set_defaults(model=None, served_model_name=None)
 
 
 def prepare_serve(args: argparse.Namespace) -> Command:
+    if args.model is None:
+        if len(names := args.served_model_name or ()) > 1:
+            expected = "MODEL before it, as the option takes all texts that follow"
+            raise ArgumentError("served_model_name", expected, f"{' '.join(names)} and no MODEL")
+        args.model = DEMO_MODEL
     options = engine_args(args, ENGINE_FLAGS)
     serve_as_rank(options.num_ranks)  # and not come back, in ranks that torchrun has started
     config = server_config(args)
@@ -229,8 +235,8 @@ def prepare_serve(args: argparse.Namespace) -> Command:
 def server_config(args: argparse.Namespace) -> ServerConfig:
     options = {name: getattr(args, name) for name in SERVER_FLAGS}
     options["api_keys"] = tuple(keys_in_environment() if args.api_keys is None else args.api_keys)
-    if args.served_model_name is None:
-        options["served_model_name"] = Path(args.model).name
+    names = args.served_model_name
+    options["served_model_name"] = Path(args.model).name if names is None else tuple(names)
     if args.chat_template is not None:
         options["chat_template"] = read_text("chat_template", args.chat_template)
         check_template(options["chat_template"])

@@ -56,7 +56,7 @@ def test_all_options(served: list[ServerConfig], tmp_path: Path) -> None:
     arguments += ["--max-body-size", "1MiB", "--request-timeout", "8.5", "--shutdown-timeout", "0"]
     arguments += ["--log-format", "json", "--log-level", "debug", "--allowed-hosts", "box.example,10.0.0.1"]
     assert main(arguments) == 0
-    assert main([*arguments, "--served-model-name", "other"]) == 0
+    assert main([*arguments, "--served-model-name", "other", "another"]) == 0
     expected = ServerConfig(
         host="localhost",
         port=0,
@@ -72,7 +72,7 @@ def test_all_options(served: list[ServerConfig], tmp_path: Path) -> None:
         log_format="json",
         log_level="debug",
     )
-    assert served[0] == expected and served[1].served_model_name == "other"
+    assert served[0] == expected and served[1].model_names == ("other", "another")
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_the_first_line_comes_before_imports_that_take_long(
 def test_the_defaults_of_the_engine_are_the_engines(command: list[str]) -> None:
     args = vars(make_parser().parse_args(command))
     parameters = inspect.signature(LLMEngine).parameters
-    shared = {name: value for name, value in args.items() if name in parameters and name != "seed"}
-    assert len(shared) == 30
+    shared = {name: value for name, value in args.items() if name in parameters and name not in ("model", "seed")}
+    assert len(shared) == 29
     for name, value in shared.items():
-        assert value == (DEMO_MODEL if name == "model" else parameters[name].default), name
+        assert value == parameters[name].default, name
 
 
 def test_a_variable_that_was_left_empty_does_not_open_the_server(

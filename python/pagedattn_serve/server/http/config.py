@@ -68,7 +68,10 @@ class ServerConfig:
         Flag(SERVER),
     ] = False
     served_model_name: Annotated[
-        str, "what clients call the model (default: the last part of MODEL)", Flag(SERVER, "NAME")
+        str | tuple[str, ...],
+        "what clients call the model; of several names a request may have any, and answers and metrics have the first "
+        "(default: the last part of MODEL)",
+        Flag(SERVER, "NAME", several=True),
     ] = "demo_model"
     chat_template: Annotated[str | None, "Jinja, in place of the tokenizer's own", Flag(SERVER, "FILE")] = None
     tool_call_parser: Annotated[
@@ -128,7 +131,7 @@ class ServerConfig:
         check_certificate(self.ssl_certfile, self.ssl_keyfile)
         check_root_path(self.root_path)
         check_origins(self.allowed_origins)
-        check_not_empty("served_model_name", self.served_model_name)
+        check_model_names(self.served_model_name)
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         check_int("data_parallel_size", self.data_parallel_size, 1, MAX_REPLICAS)
         check_int("max_waiting", self.max_waiting, 1)
@@ -147,6 +150,11 @@ class ServerConfig:
         if self.allowed_hosts is not None:
             check_hosts(self.allowed_hosts)
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names of the model. The first one stands in answers and metrics."""
+        return (self.served_model_name,) if isinstance(self.served_model_name, str) else self.served_model_name
+
 
 OPTIONS = options_of(ServerConfig)
 
@@ -164,6 +172,19 @@ def check_texts(name: str, value: object) -> tuple[str, ...]:
         if not isinstance(each, str):
             raise ArgumentTypeError(name, "a tuple of strings", f"{type(each).__name__} among them")
     return value
+
+
+def check_model_names(names: object) -> None:
+    """Raise TypeError unless `names` is a string or a tuple of strings, ValueError unless there is a name and none is
+    empty."""
+    if isinstance(names, str):
+        names = (names,)
+    elif not isinstance(names, tuple):
+        raise ArgumentTypeError("served_model_name", "a string or a tuple of strings", type(names).__name__)
+    if not names:
+        raise ArgumentError("served_model_name", "one name at least", "none")
+    for name in names:
+        check_not_empty("served_model_name", name)
 
 
 def check_hosts(hosts: object) -> None:

@@ -69,7 +69,7 @@ async def state(request: Request, replica: int = 0) -> Response:
     ]
     return JSONResponse(
         {
-            "model": request.app.state.config.served_model_name,
+            "model": request.app.state.config.model_names[0],
             "device": engine.facts.device,
             "block_size": engine.facts.block_size,
             "replicas": [each.is_well for each in engine.replicas()],

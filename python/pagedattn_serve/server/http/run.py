@@ -183,7 +183,7 @@ def start_facts(engine: AsyncLLMEngine, config: ServerConfig, sockets: list[sock
     facts, num_blocks = engine.facts, engine.stats().num_blocks
     pids = [str(each.pid) for each in engine.replicas()]
     return {
-        "model": config.served_model_name,
+        "model": ", ".join(config.model_names),
         "architecture": f"{facts.architecture}, {facts.runs}",
         **({"replicas": f"{len(pids)} (processes {', '.join(pids)})"} if len(pids) > 1 else {}),
         "device": facts.device,

@@ -58,11 +58,19 @@ TruncationSide = Literal["left", "right"]
 NumKept = Annotated[int, Field(ge=-1), AfterValidator(_check_kept)]  # tokens of a prompt; -1: as many as fit
 MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY)]
 MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE)]
-# Fields of OpenAI's API for what is not done here. Clients send them empty; anything else is refused.
+# Fields of OpenAI's API and of vLLM's for what is not done here. Clients send them empty; anything else is refused.
 UNSUPPORTED = ("audio", "function_call", "functions", "modalities", "moderation", "web_search_options")
 OF_CHATS = ("tools", "tool_choice")
-OF_COMPLETIONS = ("suffix",)
+OF_COMPLETIONS = ("echo", "suffix")
+OF_VLLM = (
+    *("documents", "kv_transfer_params", "logits_processors", "mm_processor_kwargs", "prompt_embeds"),
+    *("repetition_detection", "return_weight_versions", "vllm_xargs"),
+)
 _NOTHING: tuple[Any, ...] = ([], {}, "", "none", "auto", ["text"])
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is False or value in _NOTHING  # 0 == False, and is no bool
 
 
 class Body(BaseModel):
@@ -76,7 +84,7 @@ class Body(BaseModel):
     def _drop_empty(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {k: v for k, v in value.items() if v is not None and (k not in cls.unsupported or v not in _NOTHING)}
+        return {k: v for k, v in value.items() if v is not None and not (k in cls.unsupported and _is_nothing(v))}
 
 
 class StreamOptions(Body):
@@ -229,11 +237,15 @@ class SamplingBody(Body):
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="without effect; false is refused beside skip_special_tokens false"
+    )
     include_stop_str_in_output: bool | None = None
     bad_words: Annotated[list[BadWord], Field(fail_fast=True, max_length=MAX_TEXTS)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
+    request_id: str | None = Field(None, description="without effect: the header X-Request-Id gives the answer's id")
     cache_salt: Annotated[str, Field(min_length=1)] | None = None
     truncate_prompt_tokens: NumKept | None = Field(
         None, description="the last tokens of a prompt, so many of them; -1: as many as fit before the output"
@@ -251,7 +263,7 @@ class SamplingBody(Body):
 
 
 class CompletionRequest(SamplingBody):
-    unsupported = (*UNSUPPORTED, *OF_CHATS)
+    unsupported = (*UNSUPPORTED, *OF_VLLM, *OF_CHATS)
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="16 if not given; 0 with echo alone")
@@ -291,6 +303,8 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
 
 
 class ChatCompletionRequest(SamplingBody):
+    unsupported = (*UNSUPPORTED, *OF_VLLM, *OF_COMPLETIONS)
+
     messages: Messages
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="what fits if not given")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -360,6 +374,9 @@ def _params(
         raise ApiError(400, "prompt_logprobs: expected none with stream", param="prompt_logprobs")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: expected none without stream", param="stream_options")
+    if body.spaces_between_special_tokens is False and body.skip_special_tokens is False:
+        message = "spaces_between_special_tokens: expected true with skip_special_tokens false, got false"
+        raise ApiError(400, message, param="spaces_between_special_tokens")
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if body.stream and given.get("best_of", 0) > given.get("n", 1) and not body.use_beam_search:
         raise ApiError(

@@ -1,4 +1,6 @@
-"""GET /v1/models, the one model that there is; POST /tokenize and /detokenize, its tokenizer, in vLLM's shape."""
+"""GET /v1/models, the one model that there is, by each of its names; POST /tokenize and /detokenize, its tokenizer, in
+vLLM's shape.
+"""
 
 from typing import Annotated, Any, Literal
 
@@ -21,7 +23,7 @@ class Model(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
-    root: str  # vLLM's, as is parent: the model that this one was made of
+    root: str  # vLLM's, as is parent: the model that this one was made of, or that it is another name of
     parent: None
 
 
@@ -63,8 +65,9 @@ class DetokenizeResponse(TypedDict):
 @router.get("/v1/models/", include_in_schema=False)  # else the model of no name
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(service: Annotated[Service, Depends(service_of)]) -> Response:
-    """The one model."""
-    response: ModelList = {"object": "list", "data": [_model(service)]}
+    """The one model, by each of its names."""
+    names = service.config.model_names
+    response: ModelList = {"object": "list", "data": [_model(service, name) for name in names]}
     return JSONResponse(response)
 
 
@@ -72,17 +75,17 @@ async def list_models(service: Annotated[Service, Depends(service_of)]) -> Respo
 async def get_model(name: str, service: Annotated[Service, Depends(service_of)]) -> Response:
     """A model by its name."""
     service.check_model(name)
-    return JSONResponse(_model(service))
+    return JSONResponse(_model(service, name))
 
 
-def _model(service: Service) -> Model:
+def _model(service: Service, name: str) -> Model:
     return {
-        "id": service.config.served_model_name,
+        "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "pagedattn_serve",
         "max_model_len": service.max_model_len,
-        "root": service.config.served_model_name,
+        "root": service.config.model_names[0],
         "parent": None,
     }
 

@@ -43,7 +43,7 @@ def _as_they_are(token_ids: list[int]) -> list[int]:
 
 
 class Service:
-    """One model, served under one name. Raises ValueError if it has no tokenizer."""
+    """One model, served under its names. Raises ValueError if it has no tokenizer."""
 
     def __init__(self, engine: AsyncLLMEngine, config: ServerConfig) -> None:
         self.texts = engine.texts
@@ -57,7 +57,7 @@ class Service:
         self.system_fingerprint = engine.facts.system_fingerprint
         self.defaults = engine.facts.default_sampling_params  # for requests that leave them out
         self.config = config
-        self.metrics = ServerMetrics(engine.replicas, config.served_model_name)
+        self.metrics = ServerMetrics(engine.replicas, config.model_names[0])
         self.jobs = JobRunner(engine, self.metrics, config.max_waiting)
         self.created = int(time.time())
         template = template_text(tokenizer, config.chat_template)
@@ -68,9 +68,10 @@ class Service:
         self.max_characters = self.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError unless the name is the model's, or None."""
-        if name is not None and name != self.config.served_model_name:
-            message = f"model: expected {self.config.served_model_name}, got {name}, which does not exist here"
+        """Raises ApiError unless the name is one of the model's, or None."""
+        if name is not None and name not in self.config.model_names:
+            expected = " or ".join(self.config.model_names)
+            message = f"model: expected {expected}, got {name}, which does not exist here"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def tokenize(
@@ -261,7 +262,7 @@ class Service:
         return Job(
             request_id=context.answer_id,
             created=int(time.time()),
-            model=self.config.served_model_name,
+            model=self.config.model_names[0],
             system_fingerprint=self.system_fingerprint,
             prompts=prompts,
             params=params,

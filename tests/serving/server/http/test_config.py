@@ -11,6 +11,7 @@ from pagedattn_serve.server.http.config import ServerConfig
 def test_the_defaults_listen_to_this_machine_alone() -> None:
     config = ServerConfig()
     assert (config.host, config.port, config.api_keys, config.prefix_cache_per_key) == ("127.0.0.1", 8000, (), False)
+    assert config.model_names == ("demo_model",)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,11 @@ def test_the_defaults_listen_to_this_machine_alone() -> None:
         ("host", "", ValueError, "host: expected a text, got an empty one"),
         ("port", 65536, ValueError, "port: expected an int in [0, 65535], got 65536"),
         ("port", "80", TypeError, "port: expected an int, got '80' of type str"),
-        ("served_model_name", None, TypeError, "served_model_name: expected a string, got NoneType"),
+        ("served_model_name", None, TypeError, "served_model_name: expected a string or a tuple of strings, got NoneT"),
+        ("served_model_name", ["a"], TypeError, "served_model_name: expected a string or a tuple of strings, got list"),
+        ("served_model_name", ("a", 5), TypeError, "served_model_name: expected a string, got int"),
+        ("served_model_name", (), ValueError, "served_model_name: expected one name at least, got none"),
+        ("served_model_name", ("a", ""), ValueError, "served_model_name: expected a text, got an empty one"),
         ("max_waiting", 0, ValueError, "max_waiting: expected an int >= 1, got 0"),
         ("max_body_size", 0, ValueError, "max_body_size: expected an int >= 1, got 0"),
         ("read_timeout", 0, ValueError, "read_timeout: expected a number > 0, got 0"),

@@ -1,5 +1,6 @@
 """What is not generation: models, health, version, tokens, paths that there are not, the description of all this."""
 
+import re
 from typing import Any
 
 import pytest
@@ -23,6 +24,21 @@ def test_the_model_is_listed(client: Any) -> None:
 def test_a_name_with_a_slash(speaker_path: str, serve: Any) -> None:
     with serve(LLMEngine(speaker_path), served_model_name="org/model") as client:
         assert client.http.get("/v1/models/org/model").json()["id"] == "org/model"
+
+
+def test_a_model_of_several_names(speaker_path: str, serve: Any) -> None:
+    """As in vLLM: requests may have any of them, answers and metrics have the first."""
+    with serve(LLMEngine(speaker_path), served_model_name=("org/first", "second")) as client:
+        first, second = client.http.get("/v1/models").json()["data"]
+        assert (first["id"], first["root"]) == ("org/first", "org/first")
+        assert second == {**first, "id": "second"}
+        assert client.http.get("/v1/models/second").json() == second
+        for name in ("second", "org/first", None):
+            assert client.answer("/v1/completions", model=name, prompt=BEGINNING)["model"] == "org/first"
+        status, param, message = client.error("/v1/completions", model="tiny", prompt=BEGINNING)
+        assert (status, param) == (404, "model") and "expected org/first or second, got tiny" in message
+        assert set(re.findall('model_name="([^"]*)"', client.http.get("/metrics").text)) == {"org/first"}
+        assert client.http.get("/state").json()["model"] == "org/first"
 
 
 def test_version(client: Any) -> None:
@@ -139,5 +155,7 @@ def test_the_description(client: Any) -> None:
     schema = described["components"]["schemas"]["CompletionRequest"]
     assert schema["additionalProperties"] is False
     assert schema["required"] == ["prompt"]
+    assert {"spaces_between_special_tokens", "request_id"} <= set(schema["properties"])
+    assert "vllm_xargs" not in schema["properties"]  # which are refused, whatever they are
     answer = described["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
     assert set(answer) == {"application/json", "text/event-stream"}

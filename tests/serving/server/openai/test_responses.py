@@ -422,6 +422,7 @@ def form_of(**fields: Any) -> dict[str, Any]:
         (nested(type={}, role="user", content="a"), "input", "input[1].type: "),
         (nested(type="computer_call"), "input", "input[1].type: "),
         (nested(role="user", content=[{"type": "input_image"}]), "input", "input[1].content[0].type: "),
+        (nested(role="user", content=[{"type": "input_file"}]), "input", "input[1].content[0].type: "),
         (nested(role="user", content=5), "input", "input[1].content: "),
         (nested(role=5, content="a"), "input", "input[1].role: "),
         (nested(content="a"), "input", "input[1].role: "),
