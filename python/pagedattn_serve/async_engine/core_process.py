@@ -5,10 +5,8 @@ wait for that: while a step computes, it leaves Python to others.
 """
 
 import gc
-import os
 import pickle
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagedattn_serve.async_engine.core import EngineCore, News, facts_of
 from pagedattn_serve.async_engine.news_wire import CHUNK, Frames, NewsPacker, framed
+from pagedattn_serve.distributed.processes import end_child
 from pagedattn_serve.errors import ArgumentTypeError, describe, portable
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def main(fd: int) -> NoReturn:
         engine = LLMEngine.from_engine_args(engine_args, partial(parent.send, "loading"))
     except Exception as error:
         parent.send("failed", portable(error))
-        end(1)
+        end_child(1)
     gc.collect()
     gc.freeze()  # what was imported is looked at by no collection again
     parent.send("loaded", facts_of(engine), engine.stats())
@@ -77,13 +76,6 @@ def raising(error: Exception) -> Callable[["LLMEngine"], NoReturn]:
     return f
 
 
-def end(status: int) -> NoReturn:
-    """End now: threads may be amid a step or a tokenizer, in which the interpreter's own end would crash."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
 class Parent:
     """The socket to the parent. Without the parent nothing is left to do: the process ends."""
 
@@ -99,7 +91,7 @@ class Parent:
             except ConnectionResetError:
                 data = b""
             if not data:
-                end(0)
+                end_child(0)
             if messages := self._frames.feed(data):
                 return messages
 
@@ -107,7 +99,7 @@ class Parent:
         try:
             self._socket.sendall(framed(message))
         except (BrokenPipeError, ConnectionResetError):
-            end(0)
+            end_child(0)
 
 
 class Outbox:
@@ -137,4 +129,4 @@ class Outbox:
                 self._parent.send(kind, self._packer.pack(content) if kind == "news" else content)
         except BaseException:  # a bug; without this thread nobody would hear of anything
             traceback.print_exc()
-            end(1)
+            end_child(1)

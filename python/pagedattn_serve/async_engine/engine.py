@@ -226,7 +226,10 @@ class AsyncLLMEngine:
         Requests in the engine end with finish_reason "abort". Requests whose prompts are being prepared raise
         EngineDeadError. If the process of an engine has not stopped after 30 seconds, because it hangs or its step
         takes long, it is killed, and all its requests raise EngineDeadError.
+
+        If the event loop that the engine was started in is closed, `shutdown` may be called in another one.
         """
+        self._check_loop("shutdown")
         self._is_stopping = True
         starting = self._starting
         if starting is not None and not starting.done() and not starting.get_loop().is_closed():
@@ -261,6 +264,7 @@ class AsyncLLMEngine:
         EngineDeadError at any time.
         """
         refuse(of_vllm, ASYNC_CALL_ARGUMENTS, "generate")
+        self._check_loop("generate")
         arrival_time = time.monotonic()
         await self._start_once()
         request_id = secrets.token_hex(16) if request_id is None else request_id
@@ -298,6 +302,7 @@ class AsyncLLMEngine:
     async def abort(self, request_id: str | list[str] | tuple[str, ...] | set[str]) -> None:
         """End a request, or each of several: its last output has finish_reason "abort". Nothing happens if a request is
         unknown or finished."""
+        self._check_loop("abort")
         if isinstance(request_id, list | tuple | set):
             for each in request_id:
                 await self.abort(each)
@@ -315,6 +320,7 @@ class AsyncLLMEngine:
     async def call(self, f: Callable[["LLMEngine"], T], replica: int = 0) -> T:
         """Call `f` with the engine between two steps. It may look at everything, but neither step nor abort. Returns or
         raises what `f` does. Raises EngineDeadError if the engine ends before the call. replica: whose engine."""
+        self._check_loop("call")
         check_int("replica", replica, 0, len(self.replicas()) - 1)
         self._check_running()
         future: asyncio.Future[tuple[T, BaseException | None]] = asyncio.get_running_loop().create_future()
@@ -334,9 +340,18 @@ class AsyncLLMEngine:
 
     async def cache_map(self, replica: int = 0) -> tuple[EngineStats, CacheMap]:
         """`LLMEngine.stats` and `LLMEngine.cache_map` of a replica, of one moment. Raises EngineDeadError."""
+        self._check_loop("cache_map")
         return await self.call(stats_and_cache_map, replica)
 
     # ---- in the event loop ------------------------------------------------------------------------------------------
+
+    def _check_loop(self, method: str) -> None:
+        """Raise RuntimeError in another event loop than that of the start. Of a closed event loop nobody can shut the
+        engine down, so then any other may."""
+        if self._loop is None or self._loop.is_closed():
+            return
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(f"{method}: expected to be called in the event loop that start() was called in")
 
     def _check_running(self) -> None:
         if not self.is_running:
@@ -358,8 +373,6 @@ class AsyncLLMEngine:
     def _admit(self, args: RequestArgs, forget: Callable[[], bool]) -> Stream:
         request_id, params = args.request_id, args.sampling_params
         self._check_running()
-        if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("generate: expected to be called in the event loop that start() was called in")
         if not isinstance(request_id, str):
             raise ArgumentTypeError("request_id", "a string", type(request_id).__name__)
         if request_id in self._key_of:

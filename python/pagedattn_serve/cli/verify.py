@@ -1,7 +1,5 @@
 """`pagedattn verify`: a table of what was tried, what differed, and where the first difference arose."""
 
-import signal
-
 from pagedattn_serve.distributed.torchrun import serve_as_rank
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.verification.local import verify
@@ -12,7 +10,6 @@ ROW = "{:26}{:>9}  {:28}{}"
 
 def verify_model(args: EngineArgs) -> int:
     """Returns the exit status: 1 if anything differs."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     serve_as_rank(args.num_ranks)  # before the table, which is rank 0's
     num_different = num_tried = 0
     print(ROW.format("condition", "requests", "what happened", "same bits"))

@@ -14,9 +14,10 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 NODES = Path("/sys/devices/system/node")
 PR_SET_PDEATHSIG = 1
@@ -68,9 +69,9 @@ def start_process(module: str, theirs: socket.socket) -> "subprocess.Popen[bytes
 
     theirs: the process's end of a pair of sockets. fd: its descriptor there, which a child of the process does not get.
     """
-    # The kernel tells the child of the end of the thread that made it, which says nothing unless it is the main thread.
-    parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-    program = f"from {__name__} import run_child; run_child({module!r}, {theirs.fileno()}, {parent})"
+    # The kernel kills the child at the end of the thread that made it. That is right for the main thread alone.
+    by_kernel = threading.current_thread() is threading.main_thread()
+    program = f"from {__name__} import run_child; run_child({module!r}, {theirs.fileno()}, {os.getpid()}, {by_kernel})"
     command = [sys.executable, "-P", "-c", program]
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     # The child inherits the mask, so neither signal reaches it, not even while Python starts. A terminal sends SIGINT
@@ -84,11 +85,10 @@ def start_process(module: str, theirs: socket.socket) -> "subprocess.Popen[bytes
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def run_child(module: str, fd: int, parent_pid: int) -> None:
-    """In the process that `start_process` has started. parent_pid: the process to die with; 0: end when the socket is
-    closed, at the latest."""
-    if parent_pid:
-        die_with(parent_pid)
+def run_child(module: str, fd: int, parent_pid: int, by_kernel: bool) -> None:
+    """In the process that `start_process` has started. parent_pid: the process to end with. by_kernel: whether the
+    kernel sees to that, or a thread."""
+    (die_with if by_kernel else end_with)(parent_pid)
     os.set_inheritable(fd, False)  # or a child of this process would keep the socket open
     importlib.import_module(module).main(fd)
 
@@ -98,6 +98,31 @@ def die_with(parent_pid: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it ended before
         os._exit(1)
+
+
+def end_with(parent_pid: int) -> None:
+    """Let a thread end this process when the parent ends, however it ends. The end of the socket does not tell: a child
+    that the parent has forked has the socket, too."""
+    with suppress(OSError):  # of a sandbox without pidfd_open: the end of the socket has to do there
+        parent = PeerProcess(parent_pid)
+        threading.Thread(target=_end_after, args=(parent,), name="pagedattn-parent", daemon=True).start()
+    if os.getppid() != parent_pid:  # it ended before
+        os._exit(1)
+
+
+def _end_after(parent: "PeerProcess") -> None:
+    parent.wait()
+    os._exit(1)
+
+
+def end_child(status: int) -> NoReturn:
+    """End a process that `start_process` has started, at once. The interpreter's own end takes long with torch, and
+    crashes while a thread is amid a step or a tokenizer."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed
+            with suppress(OSError):  # there is no place to write to, and nobody to tell
+                stream.flush()
+    os._exit(status)
 
 
 class RankProcess(Protocol):

@@ -10,7 +10,6 @@ import os
 import pickle
 import select
 import socket
-import sys
 import time
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -53,7 +52,7 @@ from pagedattn_serve.distributed.pipeline import (
     watch_layers,
 )
 from pagedattn_serve.distributed.process_group import ProcessGroupCommunicator, find_store
-from pagedattn_serve.distributed.processes import numa_nodes
+from pagedattn_serve.distributed.processes import end_child, numa_nodes
 from pagedattn_serve.errors import describe, portable
 from pagedattn_serve.execution.engine_setup import device_of_rank, limit_to_memory, limit_to_model
 from pagedattn_serve.execution.fingerprint import capabilities
@@ -69,9 +68,7 @@ MAX_ERROR_LENGTH = 10_000  # characters: a message holds it
 def main(fd: int) -> NoReturn:
     """The process of a rank, which `launch.start_rank` starts. fd: a socket to rank 0."""
     serve_rank(Channel(socket.socket(fileno=fd)))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # faster than the end of an interpreter that has torch
+    end_child(0)
 
 
 def serve_remote_rank(rank: int, address: Address, key: bytes) -> None:

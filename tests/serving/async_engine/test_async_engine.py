@@ -6,6 +6,7 @@ import random
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -799,19 +800,32 @@ def test_a_program_may_end_amid_a_step(text_model: str) -> None:
 
 
 def test_another_event_loop_is_refused(engine: LLMEngine) -> None:
+    """Nothing that comes in the engine's event loop would wake it. What runs there goes on."""
+
+    def error_elsewhere(f: Callable[[], Any]) -> str:
+        async def elsewhere() -> None:
+            async with asyncio.timeout(TIMEOUT / 10):  # before `play` gives up, or the thread would keep it waiting
+                await f()
+
+        with pytest.raises(RuntimeError) as error:
+            asyncio.run(elsewhere())
+        return str(error.value)
+
     async def main() -> None:
         async with AsyncLLMEngine(engine) as serving:
-
-            async def elsewhere() -> None:
-                await anext(serving.generate("the"))
-
-            def thread() -> None:
-                with pytest.raises(RuntimeError, match="event loop"):
-                    asyncio.run(elsewhere())
-
-            other = threading.Thread(target=thread)
-            other.start()
-            await until(lambda: not other.is_alive())
-            assert serving.num_unfinished == 0
+            stream = serving.generate("the", greedy(40), request_id="mine")
+            await anext(stream)
+            methods: dict[str, Callable[[], Any]] = {
+                "generate": lambda: anext(serving.generate("the")),
+                "abort": lambda: serving.abort("mine"),
+                "call": lambda: serving.call(lambda _: None),
+                "cache_map": serving.cache_map,
+                "shutdown": serving.shutdown,
+            }
+            for name, method in methods.items():
+                error = await asyncio.to_thread(error_elsewhere, method)
+                assert error == f"{name}: expected to be called in the event loop that start() was called in"
+            assert [output async for output in stream][-1].outputs[0].finish_reason == "length"
+            assert serving.is_running
 
     play(main())

@@ -551,6 +551,23 @@ def test_the_end_may_come_amid_the_start(text_model: str, warm: StartedRanks) ->
     assert warm.processes[0].returncode == 0
 
 
+def close_standard_output() -> None:
+    """As Python has it in a process that is started with descriptor 1 closed."""
+    sys.stdout = None  # type: ignore[assignment]
+
+
+def test_a_process_whose_standard_output_is_closed(text_model: str, warm: StartedRanks) -> None:
+    """It ends as all others do, not in an error."""
+
+    async def main() -> None:
+        args = EngineArgs(text_model)
+        async with AsyncLLMEngine.from_engine_args(args, initializer=close_standard_output) as serving:
+            assert (await read(serving, "the", greedy(1))).finished
+
+    play(main())
+    assert warm.processes[0].returncode == 0
+
+
 FRONT = """
 import asyncio, os, sys, time
 from pagedattn_serve import AsyncLLMEngine, EngineArgs, SamplingParams
@@ -582,8 +599,9 @@ SLEEP = "time.sleep(60)"  # the event loop does not turn
 @pytest.mark.parametrize(
     ("place", "program"),
     [
-        (f"keep_sockets_open(); {SLEEP}", "asyncio.run(main(make()))"),  # the kernel's signal is all that is left
-        (SLEEP, "asyncio.run(main_of_another_thread())"),  # the end of the socket is all that there is
+        # The end of the socket does not tell: the kernel's signal has to do, and of another thread's core, a thread.
+        (f"keep_sockets_open(); {SLEEP}", "asyncio.run(main(make()))"),
+        (f"keep_sockets_open(); {SLEEP}", "asyncio.run(main_of_another_thread())"),
         ("raise SystemExit(3)", "asyncio.run(main(make()))"),
     ],
 )

@@ -261,10 +261,13 @@ def test_an_interrupt_while_it_imports(module: str) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
-def test_an_interrupt_while_it_generates() -> None:
-    command = [COMMAND, "generate", "--prompt", PROMPT, "--max-tokens", "400", "--ignore-eos"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.read(5) == PROMPT[:5]
+@pytest.mark.parametrize(
+    ("arguments", "beginning"),
+    [(["generate", "--prompt", PROMPT, "--max-tokens", "400", "--ignore-eos"], PROMPT[:5]), (["verify"], "condi")],
+)
+def test_an_interrupt_while_it_runs(arguments: list[str], beginning: str) -> None:
+    process = subprocess.Popen([COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.read(5) == beginning
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert (process.returncode, stderr) == (130, "")

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -51,15 +52,23 @@ FILES = {str(ROOT / "execution/model_runner.py")} | {
 def start(llama: Checkpoint, ranks: StartedRanks) -> Iterator[Callable[..., LLMEngine]]:
     """Makes an engine with a rank that has this fault. In the end no process is left."""
     num_started = len(ranks.processes)
+    ends: list[Any] = []  # of the ranks of each engine; they do not keep the engine
 
     def start(fault: str | None, **options: Any) -> LLMEngine:
         ranks.fault = fault
-        return LLMEngine(llama.path, **SMALL, **options)
+        engine = LLMEngine(llama.path, **SMALL, **options)
+        executor: Any = engine.executor
+        ends.append(executor._workers.close)
+        return engine
 
     yield start
     ranks.fault = None
     gc.collect()  # errors that the test has seen keep frames, and the frames keep engines
+    kept = [end for end in ends if end.alive]
+    for end in kept:
+        end()
     wait_for(lambda: not any(map(is_running, ranks.pids[num_started:])))
+    assert not kept, "an engine is kept: by a bug, or by the traceback of this test, if the test has failed"
 
 
 def finish(engine: LLMEngine) -> dict[str, list[int]]:
@@ -125,6 +134,15 @@ def test_an_async_engine_tells_of_a_rank_that_is_killed(start: Callable[..., LLM
 def test_a_rank_that_is_killed_before_the_first_step(start: Callable[..., LLMEngine], fault: str) -> None:
     with pytest.raises(ExecutorDeadError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL$"):
         start(fault)
+
+
+def test_a_rank_whose_standard_output_is_closed(ranks: StartedRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with its channel, as all others do, not in an error."""
+    monkeypatch.setattr(ranks, "fault", "output")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        process = ranks.start("pagedattn_serve.distributed.worker", theirs)
+    assert process.wait(WAIT_SECONDS) == 0
 
 
 def test_a_rank_without_memory_for_its_slice(start: Callable[..., LLMEngine]) -> None:

@@ -2,14 +2,15 @@
 
 fault: "start", "load", "cache" or "join": when the process is killed. "memory": loading finds no memory. "connect": the
 rank cannot connect with others. "room": the rank is on another kind of machine, with room for 11 blocks, and for 5 on
-the host. "tokens": a step that has one of the tokens below fails on the way, once, between two calls of the other
-ranks.
+the host. "output": standard output is closed, as Python has that. "tokens": a step that has one of the tokens below
+fails on the way, once, between two calls of the other ranks.
 """
 
 import ctypes
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -99,6 +100,8 @@ def main(fd: int, fault: str, module: str, *arguments: str) -> None:
         case "room":
             worker.limit_to_memory = lambda *_: CacheConfig(num_blocks=11, num_host_blocks=5)
             worker.capabilities = lambda _: OTHER_CAPABILITIES
+        case "output":
+            sys.stdout = None  # type: ignore[assignment]
         case "tokens":
             StepRunner.run_model = run_faulty_step  # type: ignore[method-assign, assignment]
             PipelineCommunicator.send = faulty_send  # type: ignore[method-assign]
