@@ -52,6 +52,7 @@ OF_VARLEN: list[Wrong] = [
     ({"cu_seqlens_k": indices(0, 11, 10)}, "cu_seqlens_k: expected offsets that do not decrease, got 11 and then 10"),
     ({"cu_seqlens_k": indices(1, 3, 10)}, "cu_seqlens_k: expected 0 first, got 1$"),
     ({"cu_seqlens_k": indices(0, 10)}, "cu_seqlens_k: expected 3 elements, got 2$"),
+    ({"cu_seqlens_k": indices(0, 10), "seqused_k": indices(3, 3)}, "cu_seqlens_k: expected 3 elements, got 2$"),
     ({"cu_seqlens_q": indices(0, 1, 4)}, "cu_seqlens_q: expected the number of query rows, 3, last, got 4$"),
     ({"cu_seqlens_q": indices(0, 4, 3)}, "cu_seqlens_q: expected offsets that do not decrease, got 4 and then 3 at "),
     ({"cu_seqlens_q": indices()}, "cu_seqlens_q: expected at least 1 element, got 0$"),

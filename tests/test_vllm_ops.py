@@ -259,6 +259,7 @@ def test_swaps_of_bytes() -> None:
         (({0: None},), "block_mapping: expected a tensor, a dict or a list of pairs, got {0: None}"),
         ((PAIRS, PAIRS), "block_size_in_bytes: expected an int, got Tensor"),
         ((7, PAIRS), "src: expected contiguous memory of whole blocks of block_size_in_bytes 7, got 96 bytes"),
+        ((0, PAIRS), "src: expected contiguous memory of whole blocks of block_size_in_bytes 0, got 96 bytes"),
         ((-12, PAIRS), "src: expected contiguous memory of whole blocks of block_size_in_bytes -12, got 96 bytes"),
         ((12, PAIRS + 4), "block_mapping: expected"),
     ],

@@ -123,6 +123,16 @@ def test_abort(llama: Checkpoint, params: dict[str, Any], num_steps: int) -> Non
     assert engine.stats().num_used_blocks == 0 and not engine.has_unfinished_requests()
 
 
+def test_a_beam_ends_with_a_stop_token(llama: Checkpoint) -> None:
+    engine = make_engine(llama)
+    params: dict[str, Any] = dict(n=2, use_beam_search=True, temperature=0, max_tokens=6, ignore_eos=True)
+    [output] = run(engine, [llama.prompts[3]], SamplingParams(**params))
+    [first, second, *_] = ids(output)[0]
+    short = SamplingParams(**params, stop_token_ids=[second], length_penalty=-1.0)  # short ones are better
+    [output] = run(engine, [llama.prompts[3]], short)
+    assert (ids(output)[0], output.outputs[0].finish_reason) == ([first, second], "stop")
+
+
 def test_a_request_that_outgrows_what_registered_prefixes_leave(llama: Checkpoint) -> None:
     """It needs as many blocks as the cache has, so the error has to say where the others are."""
     engine = make_engine(llama, num_blocks=16)

@@ -647,10 +647,12 @@ def test_a_callable_that_fails_ends_one_row() -> None:
         raise KeyError("gone")
 
     row = row_of(SamplingParams(temperature=0, logits_processors=[fail]))
-    output = Sampler(0).sample(LOGITS.repeat(2, 1), [row_of(GREEDY), row])
-    assert list(output.errors) == [1]
-    assert (output.errors[1].argument, output.errors[1].got) == ("logits_processors", "KeyError: 'gone'")
-    assert [math.isnan(logprob) for logprob in output.logprobs] == [False, True]
+    beams = SamplingParams(temperature=0, n=2, use_beam_search=True, logits_processors=[fail])
+    for failing in (row, row_of(beams, num_candidates=3)):
+        output = Sampler(0).sample(LOGITS.repeat(2, 1), [row_of(GREEDY), failing])
+        assert list(output.errors) == [1]
+        assert (output.errors[1].argument, output.errors[1].got) == ("logits_processors", "KeyError: 'gone'")
+        assert [math.isnan(logprob) for logprob in output.logprobs] == [False, True]
 
 
 ANY_CHANGES = st.fixed_dictionaries(

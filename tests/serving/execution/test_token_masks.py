@@ -10,6 +10,7 @@ from pagedattn_serve import SamplingParams, StructuredOutput
 from pagedattn_serve.execution.sampler import Sampler
 from pagedattn_serve.sampling.grammar import GrammarCompiler
 from pagedattn_serve.sampling.state import SamplingState
+from pagedattn_serve.sampling_params import TokenRules
 
 EOS = frozenset((0, 1))
 
@@ -57,6 +58,18 @@ def test_rows_after_drafts(compiler: GrammarCompiler, tokenizer: PreTrainedToken
     assert sampled.token_ids[:3] == [b, c, a]  # and of the next two, whose draft is not allowed, nothing is asked
     assert sampled.token_ids[5:] == [c, c, c]
     assert not sampled.errors
+
+
+def test_no_end_before_min_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Whichever word of the mask has the bit of the end token."""
+    end = 224
+    matcher = GrammarCompiler(tokenizer, len(tokenizer), frozenset((end,))).matcher(StructuredOutput(regex="a*"))
+    logits = torch.zeros(2, len(tokenizer))
+    logits[:, end] = 1
+    params = [SamplingParams(temperature=0, min_tokens=min_tokens) for min_tokens in (0, 1)]
+    rows = [SamplingState(each, [1], [], token_rules=TokenRules((end,)), matcher=matcher) for each in params]
+    first, second = Sampler(0).sample(logits, rows).token_ids
+    assert first == end and tokenizer.decode([second])[0] == "a"
 
 
 def test_an_output_that_does_not_follow_is_an_error(

@@ -1,11 +1,7 @@
-"""A tokenizer with the tokens of every form of calls and thoughts, and what models write in these forms."""
+"""A tokenizer with the tokens of every form of calls and thoughts, and a model that has it."""
 
-import random
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from checkpoints import EOS, make_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -58,27 +54,3 @@ def make_tool_model(directory: Path, chat_template: str) -> None:
     make_model("llama-gqa", vocab_size=len(tokenizer), eos_token_id=eos, max_position_embeddings=2048).save_pretrained(
         directory
     )
-
-
-@dataclass
-class RandomWriter:
-    """Writes outputs of random tokens that a matcher allows."""
-
-    tokenizer: PreTrainedTokenizerFast
-    draw: random.Random
-
-    def write(self, matcher: Any, max_tokens: int) -> tuple[str, bool]:
-        """The text, and whether it has come to its end."""
-        token_ids: list[int] = []
-        last_plain = 256 + len(PIECES)
-        while len(token_ids) < max_tokens:
-            bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-            allowed = np.nonzero(bits)[0].tolist()
-            assert allowed, matcher.get_error()
-            added = [token_id for token_id in allowed if token_id > last_plain]
-            token_id = self.draw.choice(added if added and self.draw.random() < 0.3 else allowed)
-            if token_id == self.tokenizer.eos_token_id:
-                return self.tokenizer.decode(token_ids), True
-            token_ids.append(token_id)
-            matcher.consume_tokens([token_id])
-        return self.tokenizer.decode(token_ids), False

@@ -77,14 +77,14 @@ def test_what_is_not_honoured_is_named_once(
 ) -> None:
     shutil.copytree(llama.path, tmp_path, dirs_exist_ok=True)
     bias = [[[7, 8], 1.0], [[3], -1]]
-    beams = {"do_sample": True, "num_beams": 4, "early_stopping": True}
+    beams = {"do_sample": True, "num_beams": 2, "early_stopping": True}
     write(tmp_path, {"no_repeat_ngram_size": 2, "sequence_bias": bias, "temperature": 0.5, **beams})
     with caplog.at_level(logging.WARNING, logger="pagedattn_serve.loading.generation_config"):
         engine = LLMEngine(str(tmp_path))
         engine.add_request("x", prompt_token_ids=[1])
     [message] = [r.getMessage() for r in caplog.records if r.name == "pagedattn_serve.loading.generation_config"]
     path = tmp_path / "generation_config.json"
-    assert message == f"{path}: not honoured: no_repeat_ngram_size 2, num_beams 4, sequence_bias {bias}"
+    assert message == f"{path}: not honoured: no_repeat_ngram_size 2, num_beams 2, sequence_bias {bias}"
     assert engine.get_default_sampling_params() == SamplingParams(temperature=0.5)
 
 

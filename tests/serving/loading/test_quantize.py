@@ -207,6 +207,13 @@ def test_layers_that_are_no_whole_groups_stay(tmp_path: Path) -> None:
     assert_same_model(tmp_path / "out", tmp_path / "model", quantization="int4")
 
 
+def test_what_other_readers_of_the_format_go_by() -> None:
+    """Weights have their scales already. Rows of inputs get theirs as they come, where they are quantized."""
+    int4, int8 = (quantize.quantization_config(format, [])["config_groups"]["group_0"] for format in ("int4", "int8"))
+    assert (int4["weights"]["dynamic"], int4["input_activations"]) == (False, None)
+    assert (int8["weights"]["dynamic"], int8["input_activations"]["dynamic"]) == (False, True)
+
+
 def test_a_model_none_of_whose_layers_can_be_quantized(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is refused before its tensors are looked for."""
     make_model("llama-gqa").save_pretrained(tmp_path / "model")

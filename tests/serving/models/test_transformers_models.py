@@ -552,6 +552,14 @@ def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
         build_model(str(tmp_path))
 
 
+def test_scales_of_a_quantized_cache_are_no_quantized_weights(save: Save) -> None:
+    """transformers would ask for the package of the format."""
+    path, _ = save("olmo2")
+    config = dict(quant_method="compressed-tensors", kv_cache_scheme=dict(num_bits=8))
+    change_config(Path(path), quantization_config=config)
+    assert isinstance(load_model(path), TransformersCausalLM)
+
+
 def test_head_sizes_that_the_ops_do_not_have(tmp_path: Path) -> None:
     architecture = save_config(tmp_path, "gemma2", **SHAPE, head_dim=520)
     expect_refusal(tmp_path, architecture, "its heads of size 520 are larger than the ops know, up to 512")

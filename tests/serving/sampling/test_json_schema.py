@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagedattn_serve.sampling.json_schema import prepare
+from pagedattn_serve.sampling.json_schema import TextKind, prepare, text_kind
 
 
 def reference(name: object) -> dict[str, Any]:
@@ -91,3 +91,10 @@ def test_what_a_value_must_have(schema: dict[str, Any], is_possible: bool) -> No
     else:
         with pytest.raises(ValueError, match=r"no value follows|without end"):
             prepare(json.dumps(schema))
+
+
+@pytest.mark.parametrize("name", ["anyOf", "oneOf"])
+def test_a_choice_of_texts_is_a_text(name: str) -> None:
+    texts: list[Any] = [{"type": "string"}, {"enum": ["a", "b"]}]
+    assert text_kind({name: texts}, {})[0] is TextKind.ALWAYS
+    assert text_kind({name: [*texts, {"type": "null"}]}, {})[0] is TextKind.SOMETIMES

@@ -44,6 +44,14 @@ def test_errors() -> None:
                 getattr(allocator, method)(block)
 
 
+def test_several_blocks_or_none() -> None:
+    allocator = BlockAllocator(3)
+    with pytest.raises(OutOfBlocksError, match="3 of 3 blocks are free, 4 are needed"):
+        allocator.allocate_many(4)
+    assert allocator.num_free_blocks == 3
+    assert sorted(allocator.allocate_many(3)) == [0, 1, 2]
+
+
 def make_published(num_blocks: int, num_published: int) -> BlockAllocator:
     """Blocks 0, 1, ... published as b"0", b"1", ... and let go in this order."""
     allocator = BlockAllocator(num_blocks)
@@ -90,6 +98,15 @@ def test_the_first_block_published_under_a_key_keeps_it() -> None:
     assert allocator.find(b"key") == first
     allocator.free(second)
     assert allocator.num_cached_blocks == 0  # it is free for good
+    allocator.check_integrity()
+
+
+def test_inserted_blocks_end_at_the_first_that_is_not_at_hand() -> None:
+    allocator = make_published(4, num_published=1)
+    inserted = allocator.insert([b"0", b"a", b"b", b"c"], {b"a", b"c"})
+    assert list(inserted) == [b"a"] and allocator.find(b"a") == inserted[b"a"]
+    assert (allocator.find(b"b"), allocator.find(b"c")) == (None, None)
+    assert (allocator.num_cached_blocks, allocator.num_free_blocks) == (2, 4)
     allocator.check_integrity()
 
 

@@ -324,8 +324,8 @@ def test_a_full_last_block_is_not_shared_as_its_last_token_is_still_to_be_comput
 
 def test_sequences_allocated_together_need_the_blocks_that_they_do_not_share() -> None:
     sequences = [make_sequence(16), make_sequence(16)]
-    for num_blocks, enough in ((3, True), (2, False)):
-        manager = make_manager(num_blocks)
+    for num_blocks, enough, is_on in ((3, True, True), (2, False, True), (3, True, False), (2, False, False)):
+        manager = make_manager(num_blocks, enable_prefix_caching=is_on)
         assert manager.can_allocate(sequences, keep_watermark=False) == enough
         assert manager.allocate(sequences, keep_watermark=False) == enough
         manager.check_integrity()

@@ -6,7 +6,7 @@ The fake engine checks each step: among others that gangs are whole, and that ea
 import pytest
 from fake_engine import FakeEngine, make_engine, ran
 
-from pagedattn_serve.scheduling.sequence import SequenceGroup, SequenceStatus
+from pagedattn_serve.scheduling.sequence import ScheduledBatch, SequenceGroup, SequenceStatus
 
 
 def append_tokens(engine: FakeEngine, group: SequenceGroup) -> None:
@@ -285,6 +285,15 @@ def test_a_group_comes_back_only_if_the_reserve_stays_free_beside_those_that_run
         assert not engine.step().blocks_to_swap_in
     assert len(engine.step().blocks_to_swap_in) == 4
     engine.drain()
+
+
+def test_a_group_as_wide_as_a_batch_comes_back() -> None:
+    engine = make_engine(max_num_seqs=2, num_host_blocks=8)
+    group = engine.add(8, n=2)
+    engine.step()
+    engine.scheduler._preempt_last(ScheduledBatch())
+    assert engine.scheduler.swapped == [group]
+    assert len(engine.scheduler.schedule().sequences) == 2
 
 
 def test_nobody_who_came_later_is_admitted_while_a_group_is_swapped_out() -> None:

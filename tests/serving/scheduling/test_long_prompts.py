@@ -4,6 +4,7 @@ Steps and tokens are counted. Where time matters, a machine's speed says how lon
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import pairwise
 from statistics import median
 
@@ -152,6 +153,14 @@ def test_what_fits_in_a_step_runs_at_once() -> None:
     engine = make_busy("slow")
     short = engine.add(BUDGET - 8)
     assert num_of(engine.step(), short) == BUDGET - 8 and short.has_forked
+
+
+def test_steps_with_prompts_that_fit_do_not_tell_the_pace() -> None:
+    engine = make_busy("slow")
+    engine.add(BUDGET - 8)
+    before = deepcopy(vars(engine.scheduler._pace))
+    engine.step()
+    assert vars(engine.scheduler._pace) == before
 
 
 def test_long_prompts_run_one_after_the_other_and_short_ones_pass_who_waits() -> None:

@@ -56,6 +56,17 @@ def test_checkpoints_have_the_slots_that_are_left(monkeypatch: pytest.MonkeyPatc
     assert not slots.have_room([first])
 
 
+@pytest.mark.parametrize(("num_tokens", "expected"), [(15, [10]), (16, [15])])
+def test_a_prompt_leaves_a_checkpoint_before_its_last_token(num_tokens: int, expected: list[int]) -> None:
+    slots = StateSlots(4, 0)
+    [sequence] = sequences_of(num_tokens)
+    slots.take(sequence)
+    batch = ScheduledBatch([ScheduledSequence(sequence, num_tokens, 1)])
+    keys = [b"a", b"b", b"c"]
+    kept = slots.plan_checkpoints(batch, 5, lambda _, num_blocks: keys[:num_blocks])
+    assert [checkpoint.num_new_tokens for checkpoint in kept] == expected
+
+
 def test_a_registered_prefix_keeps_its_checkpoint() -> None:
     """Amid a period of tokens, beside running sequences, whatever other prompts leave, and after all is forgotten."""
     config = CacheConfig(num_blocks=20, block_size=4, num_state_slots=3)

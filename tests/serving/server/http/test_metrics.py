@@ -254,3 +254,9 @@ def test_two_servers_of_a_process_count_for_themselves() -> None:
     first, second = (ServerMetrics(lambda: IDLE, "demo") for _ in range(2))
     watch_all(first, output(1, finish_reason="stop"))
     assert ended(first) == {"stop": 1} and ended(second) == {}
+
+
+def test_metrics_of_replicas_are_there_where_there_are_several() -> None:
+    alone, two = samples(ServerMetrics(lambda: IDLE, "demo")), samples(ServerMetrics(lambda: IDLE * 2, "demo"))
+    assert not any("replica" in name for name in alone)
+    assert "pagedattn:replica_up{replica=1}" in two

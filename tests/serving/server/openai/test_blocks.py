@@ -61,6 +61,14 @@ def test_events_add_up_to_the_answer(name: str, data: st.DataObject, words: list
     assert without_ids(answer[field]) == without_ids(whole[field])
 
 
+@pytest.mark.parametrize("name", list(WRITERS))
+def test_what_is_held_back_as_the_beginning_of_a_tag_is_told_at_the_end(name: str) -> None:
+    make_writer, sum_of, field = WRITERS[name]
+    events, answer = told(make_writer, ["So. ", "<to", "ol"])
+    assert sum_of(events) == answer
+    assert "'So. <tool'" in str(answer[field])
+
+
 def test_a_call_that_is_cut() -> None:
     """What there is of it: as it came, and as an object."""
     pieces, end = ["<think>a</think>", CALL[:61]], OutputEnd("length", None, 5, 0, 9, 0)

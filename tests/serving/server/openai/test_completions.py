@@ -423,7 +423,8 @@ def test_an_answer_written_choice_by_choice() -> None:
 def test_what_stands_between_two_texts(tmp_path: Path, serve: Any, client: Any) -> None:
     """The output ends with the model's token for that, or its place in the text."""
     tokens = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<|endoftext|>")
-    tokenizer = make_speaking_model(tmp_path, "the cat and the hat<|endoftext|>and more", *tokens)
+    speech = "the cat and the hat and the mat<|endoftext|>"
+    tokenizer = make_speaking_model(tmp_path, f"{speech}and more", *tokens)
     before, between, after, end = tokenizer.convert_tokens_to_ids(list(tokens))
     prefix, suffix = (tokenizer(text).input_ids for text in ("the", " hat"))
     with serve(LLMEngine(tmp_path, num_blocks=64)) as infilling:
@@ -431,9 +432,12 @@ def test_what_stands_between_two_texts(tmp_path: Path, serve: Any, client: Any) 
         [choice] = answer["choices"]
         prompt = [before, *prefix, between, *suffix, after]
         assert choice["prompt_token_ids"] == prompt
-        script = tokenizer("the cat and the hat<|endoftext|>").input_ids
+        script = tokenizer(speech).input_ids
         assert choice["token_ids"] == script[len(prompt) :]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", end)
+        stop = {"stop_token_ids": [script[len(prompt)]]}  # beside the model's
+        answer = infilling.answer(PATH, prompt="the", suffix=" hat", return_token_ids=True, **stop, **GREEDY)
+        assert answer["choices"][0]["token_ids"] == stop["stop_token_ids"]
         plain = infilling.answer(PATH, prompt=["the"], suffix="", return_token_ids=True, max_tokens=1)
         assert plain["choices"][0]["prompt_token_ids"] == prefix
         for fields in ({"prompt": [5]}, {"prompt": "the", "echo": True}, {"prompt": "the", "suffix": "\ud800"}):
