@@ -28,10 +28,12 @@ def is_of(template: str) -> bool:
 
 
 def structure(use: ToolUse | None, answer: Format | None) -> Format:
-    """A whole output. answer: the form of the answer to the user; None for any."""
+    """A whole output. answer: the form of the answer to the user; None for any. Words in `commentary` are told as a part
+    of the answer, so none may come before one that has a form."""
+    channels = ("analysis", "commentary") if answer is None else ("analysis",)
     before: Format = {
         "type": "tags_with_separator",
-        "tags": [tag(f"<|channel|>{channel}<|message|>", _ANY_TEXT, _NEXT) for channel in ("analysis", "commentary")],
+        "tags": [tag(f"<|channel|>{channel}<|message|>", _ANY_TEXT, _NEXT) for channel in channels],
         "separator": "",
     }
     ends = [_call(function) for function in use.functions] if use else []
