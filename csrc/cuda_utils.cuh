@@ -24,9 +24,11 @@ namespace pagedattn::cuda {
 inline constexpr int WARP_SIZE = 32;
 inline constexpr unsigned ALL_LANES = 0xffffffffu;
 
-// Throws std::runtime_error for a CUDA error, with the file and line of the call.
+// Throws std::runtime_error for a CUDA error, with the file and line of the call. The runtime forgets the error, which
+// would come again from the next caller who asks for the last one.
 inline void check(cudaError_t error, const char* file, int line) {
   if (error == cudaSuccess) return;
+  cudaGetLastError();
   std::ostringstream message;
   message << file << ":" << line << ": CUDA: " << cudaGetErrorString(error);
   throw std::runtime_error(message.str());
@@ -183,12 +185,16 @@ __host__ __device__ constexpr Integer ceil_div(Integer a, Integer b) {
 }
 
 // Blocks along x. Throws std::runtime_error for more than a grid takes.
-inline unsigned grid_size(int64_t num_blocks) {
-  if (num_blocks > INT32_MAX) {
-    throw std::runtime_error("too much work for one CUDA grid: " + std::to_string(num_blocks) + " blocks");
+inline unsigned grid_size(int64_t num_blocks, int64_t most = INT32_MAX) {
+  if (num_blocks > most) {
+    throw std::runtime_error("too much work for one CUDA grid: expected at most " + std::to_string(most) +
+                             " blocks, got " + std::to_string(num_blocks));
   }
   return static_cast<unsigned>(num_blocks);
 }
+
+// Blocks along y or z.
+inline unsigned grid_height(int64_t num_blocks) { return grid_size(num_blocks, 65535); }
 
 __device__ inline float warp_sum(float value) {
   for (int lanes = WARP_SIZE / 2; lanes > 0; lanes /= 2) value += __shfl_xor_sync(ALL_LANES, value, lanes);

@@ -20,17 +20,4 @@ inline void dispatch_dtype(DType dtype, Function&& function) {
   }
 }
 
-// The same for a cache, which may hold 8-bit elements.
-template <typename Function>
-inline void dispatch_cache_dtype(DType dtype, Function&& function) {
-  switch (dtype) {
-    case DType::FLOAT8_E4M3:
-      return function.template operator()<float8_e4m3>();
-    case DType::FLOAT8_E5M2:
-      return function.template operator()<float8_e5m2>();
-    default:
-      return dispatch_dtype(dtype, function);
-  }
-}
-
 }  // namespace pagedattn

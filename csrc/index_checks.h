@@ -25,4 +25,10 @@ inline void check_offsets(const Door& door, const char* argument, const Indices&
   }
 }
 
+// Of a cache. Kernels have a block's index in int32 (Indices::low), and a block times a block size is a slot of int64.
+inline void check_num_blocks(const Door& door, const char* argument, int64_t num_blocks) {
+  door.check(num_blocks >= 0 && num_blocks <= INT32_MAX, argument, "expected 0 to ", INT32_MAX, " blocks, got ",
+             num_blocks);
+}
+
 }  // namespace pagedattn

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "door.h"
+#include "index_checks.h"
 
 namespace pagedattn {
 
@@ -50,7 +50,7 @@ struct PagedCache {
 };
 
 inline DType cache_dtype(const Door& door, const Tensor& key_cache, const std::string& kv_cache_dtype) {
-  door.defined("key_cache", key_cache);
+  door.present("key_cache", key_cache);
   const ScalarType dtype = dtype_of(key_cache);
   const auto float8 = [&](DType result, ScalarType expected) {
     door.check_type(dtype == expected || dtype == ScalarType::Byte, "key_cache", "expected dtype ", expected,
@@ -157,6 +157,7 @@ inline PagedCache check_paged_cache(const Door& door, const Tensor& key_cache, c
   } else {
     check_chunked_cache(door, key_cache, value_cache, cache);
   }
+  check_num_blocks(door, "key_cache", cache.num_blocks);
   door.check(cache.num_kv_heads > 0, "key_cache", "expected at least 1 KV head, got shape ", key_cache.sizes());
   check_head_size(door, "key_cache", key_cache, cache.head_size, cache.dtype);
   cache.key_scale = cache_scale(door, "k_scale", k_scale, cache.dtype);

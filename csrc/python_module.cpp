@@ -147,7 +147,10 @@ PyObject* join_group(PyTypeObject* type, PyObject* args, PyObject*) {
   int descriptor = 0;
   long long rank = 0;
   if (!PyArg_ParseTuple(args, "iL:SharedGroup", &descriptor, &rank)) return nullptr;
-  return new_object<Group>(type, [&] { return std::make_unique<Group>(SharedGroup::join(descriptor, rank)); });
+  return new_object<Group>(type, [&] {
+    const WithoutGil without_gil;  // as the rank's part of the memory is made
+    return std::make_unique<Group>(SharedGroup::join(descriptor, rank));
+  });
 }
 
 PyObject* create_group(PyObject*, PyObject* args) {
@@ -168,7 +171,15 @@ PyObject* abort_group(PyObject* self, PyObject* args) {
 }
 
 PyObject* why_broken(PyObject* self, PyObject*) {
-  return call([&] { return PyUnicode_FromString(value_of<Group>(self)->broken().c_str()); });
+  return call([&] {
+    const Group group = value_of<Group>(self);
+    std::string why;
+    {
+      const WithoutGil without_gil;  // as the group may wait a moment before it says so
+      why = group->broken();
+    }
+    return PyUnicode_FromString(why.c_str());
+  });
 }
 
 PyObject* handle(PyObject* self, void*) { return PyLong_FromLongLong(value_of<Group>(self)->handle()); }

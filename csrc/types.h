@@ -63,6 +63,7 @@ struct Indices {
 };
 
 constexpr int64_t MAX_HEAD_SIZE = 512;
+constexpr int64_t MAX_TOKENS = int64_t{1} << 30;  // of a sequence: CUDA kernels count on from a token in int32
 constexpr int64_t INT8_SCALE_ROWS = 8;
 
 // The `x` of the key cache: elements of one token that are adjacent in memory.

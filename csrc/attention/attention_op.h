@@ -9,12 +9,12 @@
 
 namespace pagedattn {
 
-// Kernels count rows and tokens in int32 (Indices::low).
-inline void check_count(const Door& door, const char* argument, int64_t num_rows, const char* rows) {
-  door.check(num_rows <= INT32_MAX, argument, "expected at most ", INT32_MAX, " ", rows, ", got ", num_rows);
+// `rows` says what there are `num_rows` of.
+inline void check_count(const Door& door, const char* argument, int64_t num_rows, const char* rows,
+                        int64_t most = MAX_TOKENS) {
+  door.check(num_rows <= most, argument, "expected at most ", most, " ", rows, ", got ", num_rows);
 }
 
-// `rows` says what there are `num_rows` of.
 inline void check_start_loc(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs,
                             int64_t num_rows, const char* rows) {
   check_offsets(door, argument, starts, num_seqs);
@@ -57,7 +57,7 @@ struct BlockCheck {
       check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens,
                       "query rows");
     }
-    const int64_t num_slots = std::min<int64_t>(max_blocks_per_seq * params.block_size, INT32_MAX);
+    const int64_t num_slots = std::min<int64_t>(max_blocks_per_seq * params.block_size, MAX_TOKENS);
     for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
       const int64_t seq_len = params.seq_lens[seq];
       door.check(seq_len >= 0 && seq_len <= num_slots, "seq_lens", "expected 0 to ", num_slots,

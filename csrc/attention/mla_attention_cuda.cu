@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(MLA_THREADS) mla_attention_kernel(MlaAttention
 void mla_attention(const MlaAttentionParams& params, cudaStream_t stream) {
   const int64_t head_size = params.latent_size + params.rope_size;
   const int64_t floats = (HEADS + TILE_TOKENS) * head_size + HEADS * TILE_TOKENS + HEADS;
-  const dim3 grid(grid_size(params.num_tokens), static_cast<unsigned>(ceil_div<int64_t>(params.num_heads, HEADS)));
+  const dim3 grid(grid_size(params.num_tokens), grid_height(ceil_div<int64_t>(params.num_heads, HEADS)));
   dispatch_dtype(params.dtype, [&]<typename T>() {
     launch(mla_attention_kernel<T>, grid, dim3(MLA_THREADS), floats * sizeof(float), stream, params);
   });

@@ -39,7 +39,7 @@ struct Windows {
 Windows check_windows(const Door& door, std::optional<int64_t> sliding_window, bool causal,
                       std::optional<int64_t> right_window, int64_t attention_chunk) {
   Windows windows{sliding_window.value_or(NO_SLIDING_WINDOW), causal ? 0 : NO_RIGHT_WINDOW,
-                  std::min<int64_t>(attention_chunk, INT32_MAX)};
+                  std::min(attention_chunk, MAX_TOKENS)};
   door.check(attention_chunk >= 0, "attention_chunk", "expected 0 (no chunks) or a number of tokens, got ",
              attention_chunk);
   door.check(windows.sliding > 0, "sliding_window", "expected a positive number of tokens, got ", windows.sliding);
@@ -117,7 +117,8 @@ void set_query(const Door& door, const Tensor& query, PagedAttentionParams& para
              params.num_heads);
   const RowView rows = door.rows_before("query", query, heads_dim, params.num_heads * params.head_size);
   params.num_tokens = rows.num_rows;
-  check_count(door, "query", params.num_tokens, "rows");
+  // Kernels number the rows of the heads that share a KV head.
+  check_count(door, "query", params.num_tokens, "rows", MAX_TOKENS / (params.num_heads / params.num_kv_heads));
   params.query = query.const_data_ptr();
   params.query_stride = rows.stride;
 }

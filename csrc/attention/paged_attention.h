@@ -10,7 +10,7 @@
 namespace pagedattn {
 
 constexpr int64_t NO_SLIDING_WINDOW = INT64_MAX;
-constexpr int64_t NO_RIGHT_WINDOW = INT32_MAX;  // no row and no sequence is longer
+constexpr int64_t NO_RIGHT_WINDOW = INT32_MAX;  // no sequence is longer
 
 struct PagedAttentionParams {
   DType dtype;  // of query and out
@@ -28,7 +28,7 @@ struct PagedAttentionParams {
   float softcap;            // logits = softcap * tanh(logits / softcap); 0: none
   int64_t sliding_window;   // a row sees this many tokens up to its own, which counts
   int64_t right_window;     // and this many after its own, at most NO_RIGHT_WINDOW; 0: causal
-  int64_t attention_chunk;  // and no token of another chunk of so many tokens, at most INT32_MAX; 0: no chunks
+  int64_t attention_chunk;  // and no token of another chunk of so many tokens, at most MAX_TOKENS; 0: no chunks
   void* out;                // [num_tokens, num_heads, head_size]
   int64_t out_stride;       // elements between tokens
   float* lse;               // [num_tokens, num_heads], log of the sum of exponentials; may be nullptr

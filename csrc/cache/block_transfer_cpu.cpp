@@ -1,4 +1,5 @@
-// A block is contiguous, so one memcpy copies it. Where the blocks are many, they are copied past the caches instead.
+// What a transfer takes of a block is contiguous, so one memcpy copies it. Where the blocks are many, they are copied
+// past the caches instead.
 #include "cache/block_transfer.h"
 
 #include "cpu_memory.h"

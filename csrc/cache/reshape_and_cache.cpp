@@ -20,19 +20,29 @@ ScaledSlotCheck value_check(const Door& door, const PagedCache& cache, const Ten
           {door, cache.key_scale, cache.value_scale}};
 }
 
-// Tokens as rows. `in_sequences` says whether they may be [num_seqs, tokens_per_seq, num_kv_heads, head_size].
+// Tokens [num_tokens, num_kv_heads, head_size] as rows.
 RowView check_rows(const Door& door, const char* argument, const Tensor& tokens, int64_t num_tokens,
-                   const PagedCache& cache, bool in_sequences = false) {
-  if (!in_sequences || tokens.dim() != 4) {
-    door.shape(argument, tokens, {num_tokens, cache.num_kv_heads, cache.head_size});
-    door.contiguous_from(argument, tokens, 1);
-    return {num_tokens, cache.num_kv_heads * cache.head_size, tokens.stride(0)};
+                   const PagedCache& cache) {
+  door.shape(argument, tokens, {num_tokens, cache.num_kv_heads, cache.head_size});
+  door.contiguous_from(argument, tokens, 1);
+  return {num_tokens, cache.num_kv_heads * cache.head_size, tokens.stride(0)};
+}
+
+// The same of `key` and `value`. in_sequences: both may be [num_seqs, tokens_per_seq, num_kv_heads, head_size].
+std::pair<RowView, RowView> check_key_and_value(const Door& door, const Tensor& key, const Tensor& value,
+                                                int64_t num_tokens, const PagedCache& cache, bool in_sequences) {
+  if (!in_sequences || key.dim() != 4) {
+    return {check_rows(door, "key", key, num_tokens, cache), check_rows(door, "value", value, num_tokens, cache)};
   }
-  const int64_t num_seqs = tokens.size(0);
-  const int64_t tokens_per_seq = num_seqs > 0 ? num_tokens / num_seqs : tokens.size(1);  // of no sequence, any number
-  door.shape(argument, tokens, {num_seqs, tokens_per_seq, cache.num_kv_heads, cache.head_size});
-  door.contiguous_from(argument, tokens, 2);
-  return door.rows_before(argument, tokens, 2, cache.num_kv_heads * cache.head_size);
+  door.shape("key", key, {ANY, ANY, cache.num_kv_heads, cache.head_size});
+  door.check(key.size(0) * key.size(1) == num_tokens, "key", "expected ", num_tokens, " tokens, got shape ",
+             key.sizes());
+  door.shape("value", value, key.sizes());
+  const auto rows_of = [&](const char* argument, const Tensor& tokens) {
+    door.contiguous_from(argument, tokens, 2);
+    return door.rows_before(argument, tokens, 2, cache.num_kv_heads * cache.head_size);
+  };
+  return {rows_of("key", key), rows_of("value", value)};
 }
 
 // The parameters that both ops have, but for the pointers.
@@ -68,10 +78,9 @@ void write_tokens(const Door& door, const Tensor& key, const Tensor& value, Tens
   params.dtype = check_meets_cache(door, "key", key, cache, key_cache);
   const bool is_padded = shape == TokenShape::PADDED && key.dim() > 0 && key.size(0) > params.num_tokens;
   const int64_t num_tokens = is_padded ? key.size(0) : params.num_tokens;
-  const bool in_sequences = shape == TokenShape::IN_SEQUENCES;
-  const RowView key_rows = check_rows(door, "key", key, num_tokens, cache, in_sequences);
   door.dtype("value", value, dtype_of(key));
-  const RowView value_rows = check_rows(door, "value", value, num_tokens, cache, in_sequences);
+  const auto [key_rows, value_rows] =
+      check_key_and_value(door, key, value, num_tokens, cache, shape == TokenShape::IN_SEQUENCES);
   check_written_cache(door, "key_cache", key_cache, cache.layout);
   check_written_cache(door, "value_cache", value_cache, cache.layout);
   door.other_memory("value_cache", value_cache, "key_cache", key_cache);

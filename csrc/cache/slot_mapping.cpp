@@ -21,14 +21,8 @@ HostValues values_of(const Door& door, const std::optional<Tensor>& tensor) {
 // The same indices in memory that the CPU can read.
 Indices on_host(const Indices& indices, const HostValues& values) { return {values.data, indices.are_int64}; }
 
-void check_count(const Door& door, const char* argument, int64_t value) {
+void check_not_negative(const Door& door, const char* argument, int64_t value) {
   door.check(value >= 0, argument, "expected a number that is not negative, got ", value);
-}
-
-// Of a cache. So a block times a block size is a slot of int64.
-void check_num_blocks(const Door& door, int64_t num_blocks) {
-  door.check(num_blocks >= 0 && num_blocks <= INT32_MAX, "num_blocks", "expected 0 to ", INT32_MAX, ", got ",
-             num_blocks);
 }
 
 // Offsets from 0 to at most `largest`, which `text` explains.
@@ -137,7 +131,7 @@ struct AppendedSlotsCheck {
   }
   void check_sequence(int64_t seq) const {
     const int64_t first = params.cached_lens[seq], num_new = params.end(seq) - params.start(seq);
-    const int64_t num_slots = std::min<int64_t>(params.max_num_blocks_per_seq * params.block_size, INT32_MAX);
+    const int64_t num_slots = std::min<int64_t>(params.max_num_blocks_per_seq * params.block_size, MAX_TOKENS);
     door.check(first >= 0 && first <= num_slots - num_new, "cached_lens",
                "expected 0 or more, and room for the new tokens, got ", num_new, " new tokens from ", first,
                " on in caches for ", num_slots, " tokens at sequence ", seq);
@@ -181,7 +175,7 @@ struct ConsecutiveBlockTablesCheck {
 // num_tokens and where the tokens of each of num_seqs sequences begin.
 NewTokens new_tokens(const Door& door, const PositionNames& names, int64_t num_tokens, int64_t num_seqs,
                      const std::optional<Tensor>& start_loc) {
-  check_count(door, names.tokens, num_tokens);
+  check_not_negative(door, names.tokens, num_tokens);
   NewTokens tokens{num_tokens, num_seqs, 0, check_given(door, names.start_loc, start_loc, num_seqs + 1)};
   if (!start_loc.has_value()) {
     tokens.tokens_per_seq = num_tokens / std::max<int64_t>(num_seqs, 1);
@@ -248,7 +242,7 @@ Tensor compute_slot_mapping(const Tensor& positions, const Tensor& block_tables,
   door.check(block_size > 0 && block_size <= INT32_MAX, "block_size", "expected 1 to ", INT32_MAX, ", got ",
              block_size);
   params.block_size = block_size;
-  check_num_blocks(door, num_blocks);
+  check_num_blocks(door, "num_blocks", num_blocks);
   params.batch_indices = check_given(door, "batch_indices", batch_indices, params.num_tokens);
 
   door.present("block_tables", block_tables);
@@ -341,9 +335,9 @@ Tensor consecutive_block_tables(const Tensor& first_blocks, const Tensor& end_bl
   params.first_blocks = check_indices(door, "first_blocks", first_blocks, params.num_seqs);
   const Indices ends = check_indices(door, "end_blocks", end_blocks, params.num_seqs);
   params.left_padding = check_given(door, "left_padding", left_padding, params.num_seqs);
-  check_count(door, "max_num_blocks_per_seq", max_num_blocks_per_seq);
+  check_not_negative(door, "max_num_blocks_per_seq", max_num_blocks_per_seq);
   params.max_num_blocks_per_seq = max_num_blocks_per_seq;
-  check_num_blocks(door, num_blocks);
+  check_num_blocks(door, "num_blocks", num_blocks);
   const int64_t sizes[] = {params.num_seqs, max_num_blocks_per_seq};
   const Tensor block_tables = torch::stable::new_empty(seq_lens, {sizes, 2}, ScalarType::Int);
   params.block_tables = block_tables.mutable_data_ptr<int32_t>();

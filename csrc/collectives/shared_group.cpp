@@ -340,9 +340,10 @@ void SharedGroup::meet(SharedCall call, DType dtype, int64_t num_elements, int64
 // the value to sleep by.
 void SharedGroup::sleep_until_come(int64_t rank) {
   Word& word = words(rank).arrived;
-  const Clock::time_point start = Clock::now();
-  Clock::time_point next_check = start + CHECK_INTERVAL;
-  std::optional<Clock::time_point> interrupted;
+  Clock::time_point last = Clock::now();
+  Clock::duration waited{};  // while this process ran: of a time for which it was stopped itself, it blames nobody
+  Clock::duration next_check = CHECK_INTERVAL;
+  std::optional<Clock::duration> interrupted;
   for (;;) {
     uint32_t value = word.load(std::memory_order_acquire);
     if (has_come(value)) return;
@@ -351,13 +352,15 @@ void SharedGroup::sleep_until_come(int64_t rank) {
       continue;
     const bool has_signal = sleep_while(word, value | SLEEPER);
     const Clock::time_point now = Clock::now();
-    if (has_signal && !interrupted) interrupted = now;
-    if (now >= next_check && !has_come(word.load(std::memory_order_acquire))) {
-      check_missing_ranks(std::chrono::duration<double>(now - start).count());
-      if (interrupted && now - *interrupted >= INTERRUPTED_TIME) {
+    waited += std::min<Clock::duration>(now - last, 2 * CHECK_INTERVAL);
+    last = now;
+    if (has_signal && !interrupted) interrupted = waited;
+    if (waited >= next_check && !has_come(word.load(std::memory_order_acquire))) {
+      check_missing_ranks(std::chrono::duration<double>(waited).count());
+      if (interrupted && waited - *interrupted >= INTERRUPTED_TIME) {
         abort(name_of(rank_) + " was interrupted as it waited for " + name_of(rank));
       }
-      next_check = now + CHECK_INTERVAL;
+      next_check = waited + CHECK_INTERVAL;
     }
   }
 }

@@ -96,7 +96,7 @@ class SharedGroup {
   int64_t buffer_bytes_;
   int64_t handle_ = 0;
   int64_t step_ = 0;      // its parity selects the buffers
-  uint32_t meeting_ = 0;  // counts up to 2^31 and starts again
+  uint32_t meeting_ = 0;  // 2 * meeting_ starts again at 2^31 meetings, which has_come allows
 };
 
 }  // namespace pagedattn

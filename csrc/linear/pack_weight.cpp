@@ -1,5 +1,7 @@
 #include "linear/pack_weight.h"
 
+#include <algorithm>
+
 #include "linear/linear_op.h"
 #include "linear/linear_quantized.h"
 #include "ops.h"
@@ -20,6 +22,29 @@ void pack(const Params& params, void (*kernel)(const Params&, int64_t, int64_t))
   parallel_for_rows(num_panels_of(params.out_features), params.in_features * LINEAR_PANEL,
                     [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
 }
+
+// Codes and zeros of 4 bits that have a byte each.
+struct Int4Check {
+  Door door;
+  PackLinearWeightInt4Params params;
+  struct {
+    bool are_given = true;
+  } values;
+
+  void operator()() const {
+    if (!params.codes_are_nibbles) check("codes", params.codes, params.codes_stride, params.in_features);
+    check("zeros", params.zeros, params.zeros_stride, params.num_groups);
+  }
+  void check(const char* argument, const uint8_t* codes, int64_t stride, int64_t num_columns) const {
+    constexpr uint8_t MAX_INT4_CODE = 15;
+    for (int64_t row = 0; row < params.out_features; ++row, codes += stride) {
+      uint8_t largest = 0;
+      for (int64_t i = 0; i < num_columns; ++i) largest = std::max(largest, codes[i]);
+      door.check(largest <= MAX_INT4_CODE, argument, "expected values up to ", int{MAX_INT4_CODE}, ", got ",
+                 int{largest});
+    }
+  }
+};
 
 void run_float(const PackLinearWeightParams& params) { pack(params, PAGEDATTN_CPU_KERNEL(pack_linear_weight)); }
 
@@ -88,7 +113,7 @@ void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& sca
   door.shape("out", out, {num_panels_of(params.out_features), params.num_groups, group_bytes});
   door.contiguous("out", out);
   params.out = out.mutable_data_ptr<uint8_t>();
-  CpuGraph::run_or_capture(AnyValues{}, run_int4, params);
+  CpuGraph::run_or_capture(Int4Check{door, params, {}}, run_int4, params);
 }
 
 }  // namespace pagedattn

@@ -97,7 +97,7 @@ void chain_speculative_sampling(Tensor& out, Tensor& num_accepted, Tensor& num_e
   params.num_rows = draft_probs.size(0);
   params.num_draft_tokens = draft_probs.size(1);
   params.vocab_size = draft_probs.size(2);
-  door.check(params.vocab_size >= 1, "draft_probs", "expected at least 1 token, got shape ", draft_probs.sizes());
+  check_vocab_size(door, "draft_probs", draft_probs, params.vocab_size);
   door.present("draft_token_ids", draft_token_ids);
   params.draft_token_ids = door.indices("draft_token_ids", draft_token_ids);
   door.shape("draft_token_ids", draft_token_ids, {params.num_rows, params.num_draft_tokens});

@@ -8,13 +8,18 @@
 
 namespace pagedattn {
 
-// [num_rows, vocab_size] with any stride in dimension 0, vocab_size at least 1.
+// The last dimension of probabilities or logits.
+inline void check_vocab_size(const Door& door, const char* argument, const Tensor& tensor, int64_t vocab_size) {
+  door.check(vocab_size >= 1 && vocab_size <= std::numeric_limits<int32_t>::max(), argument,
+             "expected from 1 to 2147483647 tokens, got shape ", tensor.sizes());
+}
+
+// [num_rows, vocab_size] with any stride in dimension 0.
 inline DType check_rows_of_tokens(const Door& door, const char* argument, const Tensor& tensor) {
   const DType dtype = door.float_dtype(argument, tensor);
   door.rank(argument, tensor, 2);
   door.contiguous_from(argument, tensor, 1);
-  door.check(tensor.size(1) >= 1 && tensor.size(1) <= std::numeric_limits<int32_t>::max(), argument,
-             "expected from 1 to 2147483647 tokens, got shape ", tensor.sizes());
+  check_vocab_size(door, argument, tensor, tensor.size(1));
   return dtype;
 }
 

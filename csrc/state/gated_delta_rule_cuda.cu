@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(DELTA_RULE_THREADS) gated_delta_rule_kernel(Ga
 
 void gated_delta_rule(const GatedDeltaRuleParams& params, cudaStream_t stream) {
   const dim3 grid(grid_size(params.sequences.num_seqs * ceil_div<int64_t>(params.v_dim, NUM_COLUMNS)),
-                  static_cast<unsigned>(params.num_v_heads));
+                  grid_height(params.num_v_heads));
   dispatch_dtype(params.dtype, [&]<typename T>() {
     launch(gated_delta_rule_kernel<T>, grid, dim3(DELTA_RULE_THREADS), Shared::bytes(params.k_dim), stream, params);
   });

@@ -189,6 +189,12 @@ WRONG: list[tuple[str, type[Exception], dict[str, Any]]] = [
     ("key", TypeError, {"key": torch.ones(3, KV_HEADS, HEAD_SIZE).half()}),
     ("value", ValueError, {"value": torch.ones(2, KV_HEADS, HEAD_SIZE)}),
     ("value", TypeError, {"value": torch.ones(3, KV_HEADS, HEAD_SIZE).half()}),
+    ("value", ValueError, {"value": torch.ones(2, 1, KV_HEADS, HEAD_SIZE)}),  # a token less than key
+    (
+        "value",
+        ValueError,
+        {"key": torch.ones(3, 2, KV_HEADS, HEAD_SIZE), "value": torch.ones(2, 3, KV_HEADS, HEAD_SIZE)},
+    ),
     ("value_cache", ValueError, {"value_cache": torch.ones(11, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)}),
     ("scale", ValueError, {"scale": float("nan")}),
     ("sinks", ValueError, {"sinks": torch.ones(3)}),

@@ -207,16 +207,36 @@ def test_paged_attention_rejects(device, what):
     assert_rejected("paged_attention", arguments | change(arguments), argument, error)
 
 
-def test_more_rows_than_int32_counts(device):
-    """A row over and over, which takes no memory."""
+def test_more_than_int32_counts(device):
+    """Rows, tokens and blocks that kernels could not number. A row over and over takes no memory."""
     arguments = make_arguments(SMALL, device)
     query = arguments["query"][:1].expand(2**31, -1, -1)
-    with pytest.raises(RuntimeError, match=r"query: expected at most 2147483647 rows, got 2147483648"):
+    with pytest.raises(RuntimeError, match=r"query: expected at most 536870912 rows, got 2147483648"):  # of 2 heads
         OPS.paged_attention(**arguments | {"query": query})
     keys = query[:, :2]
     starts = torch.tensor([0, 1], dtype=torch.int32, device=query.device)
-    with pytest.raises(RuntimeError, match=r"key: expected at most 2147483647 keys, got 2147483648"):
+    with pytest.raises(RuntimeError, match=r"key: expected at most 1073741824 keys, got 2147483648"):
         OPS.varlen_attention(query[:1], keys, keys, starts, starts, scale=1.0)
+    cache = torch.zeros(1, 8, 2, 16, device=query.device).expand(2**31, -1, -1, -1)
+    with pytest.raises(RuntimeError, match=r"key_cache: expected 0 to 2147483647 blocks, got 2147483648"):
+        OPS.paged_attention(**arguments | {"key_cache": cache, "value_cache": cache})
+
+
+def test_the_longest_sequence(device, monkeypatch):
+    """Its last chunk would end beyond int32, were a sequence any longer. No token before the chunk is looked at."""
+    monkeypatch.setenv("PAGEDATTN_CHECK", "1")
+    arguments = make_arguments(Case(((1, 256),), block_size=256, sliding_window=100), device)
+    expected = OPS.paged_attention(**arguments)
+    longest, num_blocks = 2**30, 2**30 // 256
+    table = torch.full((1, num_blocks), -1, dtype=torch.int32, device=device)
+    table[0, -1] = arguments["block_tables"][0, 0]
+    arguments |= {"block_tables": table, "sliding_window": None, "attention_chunk": longest - 100}
+    arguments |= {"seq_lens": torch.tensor([longest], dtype=torch.int32, device=device), "max_seq_len": longest}
+    for result, as_expected in zip(OPS.paged_attention(**arguments), expected, strict=True):
+        torch.testing.assert_close(result, as_expected)
+    arguments |= {"seq_lens": arguments["seq_lens"] + 1, "block_tables": torch.nn.functional.pad(table, (0, 1))}
+    with pytest.raises(RuntimeError, match=r"seq_lens: expected 0 to 1073741824 .*, got 1073741825"):
+        OPS.paged_attention(**arguments | {"max_seq_len": longest + 1})
 
 
 @pytest.mark.parametrize("block_id", [-1, 7, 2**31 - 1])

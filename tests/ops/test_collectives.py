@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -318,6 +319,34 @@ def test_a_stopped_rank():
         os.kill(ranks.processes[1].pid, signal.SIGCONT)
         texts.append(ranks.receive(1)[1])
         assert texts == [f"{ranks.name(1)} has not come within 2 seconds: it is stopped"] * 2
+
+
+def test_a_stop_of_the_rank_that_waits():
+    """As by Ctrl-Z and fg: the others had no time to come while it stood still."""
+    told, tell = os.pipe()
+
+    def work(group: SharedMemoryGroup) -> float:
+        if group.rank == 1:
+            os.read(told, 1)
+        return float(one(group)[0])
+
+    def until_it_is(state: str, process: Any) -> None:
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0] != state:
+            assert process.is_alive()
+            time.sleep(0.01)
+
+    with Ranks(2, work, timeout_seconds=2) as ranks:
+        waiting = ranks.processes[0]
+        until_it_is("S", waiting)
+        os.kill(waiting.pid, signal.SIGSTOP)
+        until_it_is("T", waiting)
+        time.sleep(2.5)
+        os.kill(waiting.pid, signal.SIGCONT)
+        until_it_is("S", waiting)
+        os.write(tell, b"x")
+        assert [ranks.receive(rank) for rank in range(2)] == [2.0, 2.0]
+    os.close(told)
+    os.close(tell)
 
 
 def test_a_rank_that_never_joins():

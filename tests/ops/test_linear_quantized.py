@@ -10,6 +10,7 @@ import torch
 from checks import (
     DTYPES,
     assert_close_to_reference,
+    assert_raises_and_writes_nothing,
     assert_rejected,
     assert_same_bits,
     with_row_gap,
@@ -17,6 +18,7 @@ from checks import (
 from hypothesis import example, given
 from hypothesis import strategies as st
 from op_calls import make_arguments
+from op_table import OPS
 from torch import Tensor
 
 from pagedattn_ext import ops
@@ -473,3 +475,14 @@ def test_pack_int4_rejects(argument, wrong, error):
     arguments = {"codes": codes, "scales": scales, "zeros": zeros, argument: wrong}
     with pytest.raises(error, match=rf"^pack_linear_weight_int4: {argument}: expected .+, got .+"):
         ops.pack_linear_weight_int4(**arguments)
+
+
+@pytest.mark.parametrize("argument", ["codes", "zeros"])
+def test_raw_pack_int4_looks_at_codes(argument):
+    """A code of more than four bits would run into the code beside it."""
+    codes, scales, zeros = make_int4_layer(64, 20, 32)
+    out = torch.full_like(ops.pack_linear_weight_int4(codes, scales, zeros), 7)
+    arguments = {"codes": codes.clone(), "scales": scales, "zeros": zeros.clone()}
+    arguments[argument][19, -1] = 200
+    message = f"^pack_linear_weight_int4: {argument}: expected values up to 15, got 200"
+    assert_raises_and_writes_nothing(OPS.pack_linear_weight_int4, {"out": out, **arguments}, RuntimeError, message)

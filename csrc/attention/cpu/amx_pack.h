@@ -14,11 +14,10 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 constexpr int A_SIZE = A_ROWS * STEP;
-constexpr int TILE_STEPS = TILE_TOKENS / STEP;
 
 // What is packed of a tile at one KV head. Where several batches of columns multiply it, all of the tile:
-// keys [TILE_TOKENS / A_ROWS, num_steps(head_size)] A, values [TILE_STEPS, num_row_groups(head_size)] A. Where one
-// batch does, only what is multiplied next, so that it stays in the first-level cache.
+// keys [TILE_TOKENS / A_ROWS, num_steps(head_size)] A, values [TILE_TOKENS / STEP, num_row_groups(head_size)] A. Where
+// one batch does, only what is multiplied next, so that it stays in the first-level cache.
 struct Packed {
   alignas(64) bfloat16 keys[TILE_TOKENS * MAX_HEAD_SIZE];
   alignas(64) bfloat16 values[TILE_TOKENS * MAX_HEAD_SIZE];

@@ -21,8 +21,8 @@ struct alignas(64) ColumnLogits {
   float at[TILE_TOKENS * N];
 };
 
-// A weight is the sum of two numbers in bfloat16, so that it keeps 16 binary digits. [TILE_STEPS, STEP_PAIRS, N] pairs
-// of tokens each: B of an instruction.
+// A weight is the sum of two numbers in bfloat16, so that it keeps 16 binary digits. [TILE_TOKENS / STEP, STEP_PAIRS,
+// N] pairs of tokens each: B of an instruction.
 template <int N>
 struct alignas(64) ColumnWeights {
   uint32_t upper[TILE_TOKENS / 2 * N];

@@ -164,6 +164,11 @@ __attribute__((noinline)) void convert_values(const MlaTile<T>& tile, int64_t la
     float* target = values + d / PANEL * PANEL * MLA_TILE_TOKENS + d % PANEL;
     convert_column<Operands>(tile, [&](const T* latent) PAGEDATTN_ALWAYS_INLINE { return load(latent + d); }, target);
   });
+  // What is multiplied behind the last vector of the latents, and left out of the results.
+  for (int64_t d = (latent_size + VEC_SIZE - 1) / VEC_SIZE * VEC_SIZE; d % PANEL != 0; d += VEC_SIZE) {
+    convert_column<Operands>(tile, [](const T*) PAGEDATTN_ALWAYS_INLINE { return Vec{}; },
+                             values + d / PANEL * PANEL * MLA_TILE_TOKENS + d % PANEL);
+  }
 }
 
 // The queries of an item: query i of a step at `of` + (step / QUERY_STEPS * num_queries + i) * QUERY_STEPS.

@@ -284,8 +284,8 @@ inline bool may_have_prefill(const AttentionArguments& a) {
 }
 
 inline dim3 prefill_grid(const AttentionArguments& a) {
-  return dim3(grid_size(prefill_tiles(a.p, a.prefill_tile_rows)), static_cast<unsigned>(a.p.num_kv_heads),
-              static_cast<unsigned>(a.prefill.num_partitions));
+  return dim3(grid_size(prefill_tiles(a.p, a.prefill_tile_rows)), grid_height(a.p.num_kv_heads),
+              grid_height(a.prefill.num_partitions));
 }
 
 // The last sequence for which begins_before(seq) is true. It is true for sequence 0, and once it is false it stays

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(MERGE_WARPS* WARP_SIZE)
 
 void launch_merge(const AttentionArguments& a, bool prefill, const Memory& partials, cudaStream_t stream) {
   const int64_t num_rows = prefill ? a.p.num_tokens : a.p.num_seqs * a.max_decode_rows;
-  const dim3 grid(grid_size(num_rows), grid_size(ceil_div<int64_t>(a.p.num_heads, MERGE_WARPS)));
+  const dim3 grid(grid_size(num_rows), grid_height(ceil_div<int64_t>(a.p.num_heads, MERGE_WARPS)));
   dispatch_dtype(a.p.dtype, [&]<typename Out>() {
     constexpr dim3 BLOCK(MERGE_WARPS * WARP_SIZE);
     if (a.may_use.pdl) {

@@ -28,8 +28,8 @@ def is_of(template: str) -> bool:
 
 
 def structure(use: ToolUse | None, answer: Format | None) -> Format:
-    """A whole output. answer: the form of the answer to the user; None for any. Words in `commentary` are told as a part
-    of the answer, so none may come before one that has a form."""
+    """A whole output. answer: the form of the answer to the user; None for any. Words in `commentary` are told as a
+    part of the answer, so none may come before one that has a form."""
     channels = ("analysis", "commentary") if answer is None else ("analysis",)
     before: Format = {
         "type": "tags_with_separator",

@@ -159,9 +159,6 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor, out: T
     for argument, tensor in (("codes", codes), ("scales", scales), ("zeros", zeros)):
         if not tensor.is_cpu:
             raise ValueError(f"{name}: {argument}: expected a tensor on cpu, got one on {tensor.device}")
-    for argument, tensor in (("codes", codes), ("zeros", zeros)):
-        if tensor.dtype == torch.uint8 and tensor.numel() > 0 and int(tensor.max()) > 15:
-            raise ValueError(f"{name}: {argument}: expected values up to 15, got {int(tensor.max())}")
 
     if scales.dtype == torch.bfloat16:
         scales = scales.float()
