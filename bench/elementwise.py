@@ -9,7 +9,8 @@ calls just before, as far as the caches hold them, as a model's layers leave the
 GB/s counts each input and output once; the share is of the fastest copy from memory to memory. If there is an output,
 both sides allocate it. fused_add_rms_norm and rotary_embedding_neox work in place; memory then moves one stream less,
 so their share can pass 100%. apply_token_bitmask works in place, too; each logit counts once, though many stay as they
-are. The probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them.
+are. Torch's forms work in place as well, but for the rotary embedding, which is that of Hugging Face's models. The
+probe's memory lies in huge pages where the system grants them; inputs and outputs lie where torch puts them.
 cuda_timing.py says how it is timed on a GPU. With --vllm (vllm_kernels.py), vLLM's kernels are peers where it has them.
 
 On a CPU a second table has what a call costs beside its kernel: microseconds of a call with a row of 16 numbers. "raw"
@@ -98,13 +99,13 @@ def apply_token_bitmask_eager(inputs: Inputs) -> Tensor:
 
 def fused_add_rms_norm_eager(inputs: Inputs) -> Inputs:
     hidden, residual, weight = inputs
-    residual = residual + hidden
+    residual.add_(hidden)
     return F.rms_norm(residual, (HIDDEN_SIZE,), weight, EPSILON), residual
 
 
 def silu_and_mul_eager(inputs: Inputs) -> Tensor:
     gate, up = inputs[0].chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)
 
 
 def rotary_eager(inputs: Inputs) -> Inputs:
@@ -243,7 +244,7 @@ def bench_calls(num_rounds: int, probe: Probe) -> dict[str, dict[str, list[float
         "fused_add_rms_norm": {
             "ours": lambda _: ops.fused_add_rms_norm(input, residual, weight, EPSILON),
             "raw": lambda _: raw_add(input, residual, weight, EPSILON),
-            "torch": lambda _: norm(input + residual),
+            "torch": lambda _: norm(residual.add_(input)),
         },
         "silu_and_mul": {
             "ours": lambda _: ops.silu_and_mul(input),

@@ -203,6 +203,8 @@ def main() -> None:
     args = parse_args(__doc__.partition("\n")[0])
     if args.device != "cpu":
         raise SystemExit("bench/hybrid.py: llama.cpp is measured on the CPU only")
+    if args.plot:
+        raise SystemExit("bench/hybrid.py: expected no --plot, there are no shares of a probe to draw")
     facts, report = hardware(args.device), {}
     model = make_model(num_layers=8)
     for dtype in args.dtypes:

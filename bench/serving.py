@@ -106,8 +106,8 @@ def add_run_options(
 ) -> None:
     """What every command has."""
     add, positive, count = parser.add_argument, at_least(1), at_least(0)
-    add("--format", choices=FORMATS, default="float32", help="of the weights; transformers has float32 for int8 and "
-        "int4 (default: %(default)s)")  # fmt: skip
+    add("--format", choices=FORMATS, default="float32", help="of the weights; for int8 and int4, transformers has "
+        "bfloat16 where the CPU has instructions for it, else float32 (default: %(default)s)")  # fmt: skip
     add("--rounds", type=positive, metavar="N", help=f"{rounds} (default: {num_rounds}; {num_quick_rounds} with "
         "--quick); medians are shown")  # fmt: skip
     add("--threads", type=positive, default=1, metavar="N", help="CPU threads (default: %(default)s)")

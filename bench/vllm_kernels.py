@@ -54,8 +54,11 @@ def are_loaded() -> bool:
 
 def attention_isa(dtype: torch.dtype, head_size: int) -> str:
     """What vLLM chooses for blocks of BLOCK_SIZE on x86."""
-    if head_size % 32:
-        return "vec16"
+    return "vec16" if head_size % 32 else experts_isa(dtype)
+
+
+def experts_isa(dtype: torch.dtype) -> str:
+    """What vLLM chooses on x86 for experts whose sizes are multiples of 32."""
     return "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
 
 

@@ -444,6 +444,22 @@ def test_wrong_results_are_not_timed():
         assert_same({"ours": torch.neg, "torch": torch.abs}, torch.ones(2), 1e-2)
 
 
+def test_torch_draws_the_same_tokens():
+    """bench/sampling.py cannot compare results that are random, so their frequencies are compared here."""
+    from sampling import CASES
+
+    torch.manual_seed(0)
+    probs = (0.5 * torch.randn(100)).softmax(-1).expand(20_000, -1).contiguous()
+    for case in CASES:
+        if case.is_random:
+            frequencies = [
+                draw(probs).flatten().bincount(minlength=100) / len(probs) for draw in (case.ours, *case.peers.values())
+            ]
+            for other in frequencies[1:]:
+                torch.testing.assert_close(other, frequencies[0], rtol=0, atol=0.01)
+                assert torch.equal(other > 0, frequencies[0] > 0)
+
+
 def test_cuda_targets(fake_cuda, small_shapes):
     import targets_cuda
 

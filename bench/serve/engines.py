@@ -10,8 +10,8 @@ Weights: --format. The peers have their own forms of int8 and int4 (peer_openvin
 checkpoint that `pagedattn quantize` makes. In int8, OpenVINO multiplies in bf16 or fp32, and the engines beside it
 multiply rows that they round to 8 bits. So only float32 must give the same tokens, except at near ties of random
 weights. Each peer has the settings that its users give it, and malloc gives the peers huge pages. Where the workload
-decides which of two settings is faster, both run. The settings are printed below the table. Its last line compares with
-the fastest peer.
+decides which of two settings is faster, both run, except for llama.cpp's `kv_unified`, which is always on
+(peer_llama_cpp.py). The settings are printed below the table. Its last line compares with the fastest peer.
 """
 
 import argparse
