@@ -15,22 +15,12 @@ inline void check_count(const Door& door, const char* argument, int64_t num_rows
   door.check(num_rows <= most, argument, "expected at most ", most, " ", rows, ", got ", num_rows);
 }
 
-inline void check_start_loc(const Door& door, const char* argument, const Indices& starts, int64_t num_seqs,
-                            int64_t num_rows, const char* rows) {
-  check_offsets(door, argument, starts, num_seqs);
-  door.check(starts[num_seqs] == num_rows, argument, "expected the number of ", rows, ", ", num_rows, ", last, got ",
-             starts[num_seqs]);
-}
-
 // Sets the tables and the rows of the sequences. num_tokens and num_seqs are set. `rows` is the argument that has a row
 // for each token.
 template <typename Params>
 void set_tables_and_rows(const Door& door, const char* rows, const Tensor& block_tables,
                          const std::optional<Tensor>& query_start_loc, Params& params) {
-  params.block_tables = door.indices("block_tables", block_tables);
-  door.present("block_tables", block_tables);
-  door.shape("block_tables", block_tables, {params.num_seqs, ANY});
-  door.contiguous_from("block_tables", block_tables, 1);
+  params.block_tables = check_block_tables(door, block_tables, params.num_seqs);
   params.block_table_stride = block_tables.stride(0);
   if (query_start_loc.has_value()) {
     params.query_start_loc = check_indices(door, "query_start_loc", *query_start_loc, params.num_seqs + 1);
@@ -54,8 +44,8 @@ struct BlockCheck {
   // Every length is within the table, and every block that a row sees is within the cache.
   void operator()() const {
     if (query_start_loc.are_given) {
-      check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens,
-                      "query rows");
+      check_offsets_to(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens,
+                       "query rows");
     }
     const int64_t num_slots = std::min<int64_t>(max_blocks_per_seq * params.block_size, MAX_TOKENS);
     for (int64_t seq = 0; seq < params.num_seqs; ++seq) {
@@ -66,8 +56,7 @@ struct BlockCheck {
       const Indices table = params.block_table(seq);
       const int64_t end = (seq_len + params.block_size - 1) / params.block_size;
       for (int64_t i = params.first_seen(seq) / params.block_size; i < end; ++i) {
-        door.check(table[i] >= 0 && table[i] < num_blocks, "block_tables", "expected blocks of 0 to ", num_blocks - 1,
-                   ", got ", table[i], " at sequence ", seq, ", entry ", i);
+        check_block(door, table[i], num_blocks, seq, i);
       }
     }
   }

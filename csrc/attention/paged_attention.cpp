@@ -87,8 +87,8 @@ struct VarlenCheck {
   int64_t max_seq_len;
 
   void operator()() const {
-    check_start_loc(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens, "query rows");
-    check_start_loc(door, "key_start_loc", params.key_start_loc, params.num_seqs, num_keys, "keys");
+    check_offsets_to(door, "query_start_loc", params.query_start_loc, params.num_seqs, params.num_tokens, "query rows");
+    check_offsets_to(door, "key_start_loc", params.key_start_loc, params.num_seqs, num_keys, "keys");
     check_max_seq_len(door, params, max_seq_len);
   }
 };

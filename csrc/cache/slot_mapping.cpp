@@ -91,9 +91,7 @@ struct SlotMappingCheck {
                  " to ", last, " in caches for ", num_slots, " tokens at sequence ", seq);
     }
     const int64_t i = position / params.block_size;
-    const int64_t block = params.block(seq, i);
-    door.check(block >= 0 && block < num_cache_blocks, "block_tables", "expected blocks of 0 to ", num_cache_blocks - 1,
-               ", got ", block, " at sequence ", seq, ", entry ", i);
+    check_block(door, params.block(seq, i), num_cache_blocks, seq, i);
   }
   void check_last_blocks() const {
     for (int64_t seq = 0; seq < num_seqs; ++seq) {
@@ -137,9 +135,7 @@ struct AppendedSlotsCheck {
                " on in caches for ", num_slots, " tokens at sequence ", seq);
     const int64_t end = (first + num_new + params.block_size - 1) / params.block_size;
     for (int64_t i = first / params.block_size; num_new > 0 && i < end; ++i) {
-      const int64_t block = params.block(seq, i);
-      door.check(block >= 0 && block < num_cache_blocks, "block_tables", "expected blocks of 0 to ",
-                 num_cache_blocks - 1, ", got ", block, " at sequence ", seq, ", entry ", i);
+      check_block(door, params.block(seq, i), num_cache_blocks, seq, i);
     }
   }
 };
@@ -298,10 +294,7 @@ AppendedSlots append_slots(const Door& door, int64_t num_tokens, const Tensor& b
       new_tokens(door, {"key", "cached_lens", "key_start_loc"}, num_tokens, cached_lens.size(0), key_start_loc);
   params.block_size = block_size;
   params.cached_lens = lens;
-  door.present("block_tables", block_tables);
-  params.block_tables = door.indices("block_tables", block_tables);
-  door.shape("block_tables", block_tables, {params.num_seqs, ANY});
-  door.contiguous_from("block_tables", block_tables, 1);
+  params.block_tables = check_block_tables(door, block_tables, params.num_seqs);
   params.block_table_stride = block_tables.stride(0);
   params.max_num_blocks_per_seq = block_tables.size(1);
 

@@ -160,11 +160,7 @@ struct OffsetsCheck {
   int64_t num_rows;
   HostValues values;
 
-  void operator()() const {
-    check_offsets(door, "offsets", offsets, num_experts, "expert");
-    door.check(offsets[num_experts] == num_rows, "offsets", "expected ", num_rows, " (the number of rows) last, got ",
-               offsets[num_experts]);
-  }
+  void operator()() const { check_offsets_to(door, "offsets", offsets, num_experts, num_rows, "rows", "expert"); }
 };
 
 template <typename Params>

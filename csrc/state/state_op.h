@@ -71,14 +71,12 @@ struct SequenceCheck {
   HostValues values;  // of one of the two, if one is given
 
   void operator()() const {
-    if (query_start_loc.are_given) check_rows();
+    if (query_start_loc.are_given) check_starts();
     if (state_indices.are_given) check_slots();
   }
-  void check_rows() const {
+  void check_starts() const {
     const Indices starts{query_start_loc.data, sequences.query_start_loc.are_int64};
-    check_offsets(door, "query_start_loc", starts, sequences.num_seqs);
-    door.check(starts[sequences.num_seqs] == sequences.num_tokens, "query_start_loc", "expected ", sequences.num_tokens,
-               " (the number of rows) last, got ", starts[sequences.num_seqs]);
+    check_offsets_to(door, "query_start_loc", starts, sequences.num_seqs, sequences.num_tokens, "rows");
   }
   void check_slots() const {
     const Indices slots{state_indices.data, sequences.state_indices.are_int64};

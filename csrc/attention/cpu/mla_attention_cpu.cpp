@@ -166,8 +166,9 @@ __attribute__((noinline)) void convert_values(const MlaTile<T>& tile, int64_t la
   });
   // What is multiplied behind the last vector of the latents, and left out of the results.
   for (int64_t d = (latent_size + VEC_SIZE - 1) / VEC_SIZE * VEC_SIZE; d % PANEL != 0; d += VEC_SIZE) {
-    convert_column<Operands>(tile, [](const T*) PAGEDATTN_ALWAYS_INLINE { return Vec{}; },
-                             values + d / PANEL * PANEL * MLA_TILE_TOKENS + d % PANEL);
+    convert_column<Operands>(
+        tile, [](const T*) PAGEDATTN_ALWAYS_INLINE { return Vec{}; },
+        values + d / PANEL * PANEL * MLA_TILE_TOKENS + d % PANEL);
   }
 }
 
