@@ -34,9 +34,10 @@ std::pair<RowView, RowView> check_key_and_value(const Door& door, const Tensor& 
   if (!in_sequences || key.dim() != 4) {
     return {check_rows(door, "key", key, num_tokens, cache), check_rows(door, "value", value, num_tokens, cache)};
   }
-  door.shape("key", key, {ANY, ANY, cache.num_kv_heads, cache.head_size});
-  door.check(key.size(0) * key.size(1) == num_tokens, "key", "expected ", num_tokens, " tokens, got shape ",
+  const int64_t num_seqs = key.size(0), tokens_per_seq = key.size(1);
+  door.check(num_seqs * tokens_per_seq == num_tokens, "key", "expected ", num_tokens, " tokens, got shape ",
              key.sizes());
+  door.shape("key", key, {num_seqs, tokens_per_seq, cache.num_kv_heads, cache.head_size});
   door.shape("value", value, key.sizes());
   const auto rows_of = [&](const char* argument, const Tensor& tokens) {
     door.contiguous_from(argument, tokens, 2);

@@ -88,7 +88,8 @@ class LLMEngine:
     KeyboardInterrupt, or another exception that is no `Exception`, may come at any point of a call. It ends all
     unfinished requests as aborted, whoever added them: their outputs are lost, their blocks are free, their ids may be
     taken again, and no cached prefix is left. The engine is as good as new. An `Exception` of the caller's own, such as
-    a handler of SIGALRM raises, does no harm either, but may become the error of the request that it meets.
+    a handler of SIGALRM raises, leaves the engine in order, too. It may become the error of the request that it meets,
+    and amid an abort it ends all requests.
     """
 
     # `from_engine_args` sets it before `__init__`, whose arguments are the options alone, as in vLLM.
@@ -278,7 +279,9 @@ class LLMEngine:
             if self._stored is not None and stored is not None and self._batch is None:
                 self._stored.insert(*stored)
         except Exception:
-            self._is_broken = self.scheduler.has(group)  # otherwise the scheduler has refused the request
+            if self.scheduler.has(group):  # otherwise the scheduler has refused the request
+                self._requests.by_id.pop(group.request_id, None)
+                self._begin_anew()
             raise
 
     @interruptible
@@ -336,9 +339,7 @@ class LLMEngine:
         try:
             return self.scheduler.schedule()
         except Exception:
-            self._is_broken = True  # until all is in order again
-            self._restart(self._requests.by_id)
-            self._is_broken = False
+            self._begin_anew()
             raise
 
     def fail_batch(self, error: str) -> list[RequestOutput]:
@@ -470,6 +471,12 @@ class LLMEngine:
         if self._is_broken:
             self._restart({})
             self._is_broken = False
+
+    def _begin_anew(self) -> None:
+        """After an exception that left queues or blocks half changed: all requests wait."""
+        self._is_broken = True  # until all is in order again
+        self._restart(self._requests.by_id)
+        self._is_broken = False
 
     def _restart(self, requests: dict[str, Request]) -> None:
         """Let these requests wait without blocks, whatever state things are in, and forget all other requests."""

@@ -174,7 +174,7 @@ class UnfinishedRequests:
         """End a request with what its logits or its tokenizer have raised."""
         text = error if isinstance(error, BadArgument) else f"{type(error).__name__}: {error}"
         has_trace = not isinstance(error, FloatingPointError | BadArgument)  # their traces show nothing
-        logger.error("request %r ends: %s", request.group.request_id, text, exc_info=has_trace)
+        logger.error("request %r ends: %s", request.group.request_id, text, exc_info=error if has_trace else None)
         request.fail(text, self._scheduler)
 
 

@@ -217,6 +217,8 @@ def check_memory(
 def refuse_expanded(function: Callable[..., Any], **memory: Tensor) -> None:
     """For memory that is written: several elements of an expanded tensor are one place, which can hold one of them."""
     for name, tensor in memory.items():
+        if isinstance(tensor, Tensor) and tensor.is_contiguous():
+            continue  # mostly, and soon told
         _call.check_tensors(function.__qualname__, **{name: tensor})
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise ValueError(

@@ -227,9 +227,11 @@ class AsyncLLMEngine:
         EngineDeadError. If the process of an engine has not stopped after 30 seconds, because it hangs or its step
         takes long, it is killed, and all its requests raise EngineDeadError.
 
-        If the event loop that the engine was started in is closed, `shutdown` may be called in another one.
+        If the event loop that the engine was started in is closed, `shutdown` may be called in another one; of an
+        engine in a thread, also if that event loop has stopped.
         """
-        self._check_loop("shutdown")
+        if self._loop is None or self._loop.is_running() or not isinstance(self._core, ThreadCore):
+            self._check_loop("shutdown")
         self._is_stopping = True
         starting = self._starting
         if starting is not None and not starting.done() and not starting.get_loop().is_closed():

@@ -215,7 +215,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
 def prepare_serve(args: argparse.Namespace) -> Command:
     if args.model is None:
         if len(names := args.served_model_name or ()) > 1:
-            expected = "MODEL before it, as the option takes all texts that follow"
+            expected = "MODEL before it, or -- before MODEL, as the option takes all texts that follow"
             raise ArgumentError("served_model_name", expected, f"{' '.join(names)} and no MODEL")
         args.model = DEMO_MODEL
     options = engine_args(args, ENGINE_FLAGS)

@@ -23,7 +23,7 @@ def verify_model(args: EngineArgs) -> int:
         num_tried += i > 0 and verdict != "not tried"
         print(ROW.format(each.condition.name, each.num_requests, each.happened or "nothing", verdict), flush=True)
         if each.difference is not None:
-            print(f"    {each.difference}")
+            print(f"    {each.difference}", flush=True)
         if each.origin is not None:
             print(f"    arose in {each.origin}", flush=True)
     return conclude(num_different, num_tried, "conditions")
@@ -41,7 +41,7 @@ def verify_url(url: str, model: str | None) -> int:
         num_different += each.difference is not None
         print(ROW.format(each.name, each.num_requests, f"{each.num_different}", verdict), flush=True)
         if each.difference is not None:
-            print(f"    {each.difference}")
+            print(f"    {each.difference}", flush=True)
     return conclude(num_different, num_tried, "ways of asking")
 
 

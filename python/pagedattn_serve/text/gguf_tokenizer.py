@@ -28,9 +28,8 @@ WORDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", GPT2_WORDS)),
     "tekken": (TEKKEN_WORDS,),
 }
-TAKES_WORDS_WHOLE = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})  # a word that is a token stays
-# Of these, too, a text begins with the BOS token if the file does not say whether, as in llama.cpp.
-BEGINS_WITH_BOS = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
+# A word that is a token stays. And a text begins with the BOS token if the file does not say whether, as in llama.cpp.
+OF_LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken"})
 
 
 def load_gguf_tokenizer(file: GgufFile) -> Any | None:
@@ -51,7 +50,7 @@ def load_gguf_tokenizer(file: GgufFile) -> Any | None:
     tokenizer = KINDS[kind](file, tokens, {*of_type[CONTROL], *of_type[USER_DEFINED]})
     tokenizer.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in of_type[CONTROL]])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in of_type[USER_DEFINED]])
-    adds_bos = kind == "llama" or file.get("tokenizer.ggml.pre", str, None) in BEGINS_WITH_BOS
+    adds_bos = kind == "llama" or file.get("tokenizer.ggml.pre", str, None) in OF_LLAMA3
     set_ends(tokenizer, file, tokens, adds_bos)
     named = {
         f"{name}_token": tokens[token_id]
@@ -111,7 +110,7 @@ def byte_level(file: GgufFile, tokens: list[str], taken_whole: set[str]) -> Any:
         raise ArgumentError("tokenizer.ggml.pre", f"one of {', '.join(WORDS)} in {file.path}{INSTEAD}", repr(words))
     merges = [(left, right) for left, _, right in (text.partition(" ") for text in file.texts("tokenizer.ggml.merges"))]
     vocabulary = {text: token_id for token_id, text in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=words in TAKES_WORDS_WHOLE))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=words in OF_LLAMA3))
     if words == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in WORDS[words]]

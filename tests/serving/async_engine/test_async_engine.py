@@ -829,3 +829,13 @@ def test_another_event_loop_is_refused(engine: LLMEngine) -> None:
             assert serving.is_running
 
     play(main())
+
+
+def test_a_shutdown_when_the_event_loop_has_stopped(engine: LLMEngine) -> None:
+    """As by a program that cleans up at its end."""
+    loop = asyncio.new_event_loop()
+    serving = AsyncLLMEngine(engine)
+    loop.run_until_complete(serving.start())
+    asyncio.run(serving.shutdown())
+    assert not serving.is_running
+    loop.close()

@@ -51,6 +51,28 @@ def fill(directory: Path, **options: Any) -> LLMEngine:
     return engine
 
 
+def test_blocks_that_cannot_be_inserted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is of their request alone: another that runs gets the tokens that it gets without."""
+    fill(tmp_path)
+    engine = start(tmp_path)
+    expected = ask(engine, 60, [1, 2, 3])
+    engine.add_request("b", None, GREEDY, [1, 2, 3, 60, 3])
+    engine.step()
+
+    def no_space(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(engine._stored, "insert", no_space)
+    with pytest.raises(OSError, match="no space"):
+        engine.add_request("a", None, GREEDY, [*PREFIX, 50, 3])
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [each.request_id for each in outputs if each.finished] == ["b"]
+    assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+    engine.scheduler.block_manager.check_integrity()
+
+
 def cached_blocks(engine: LLMEngine) -> dict[bytes, np.ndarray]:
     allocator = engine.scheduler.block_manager._allocator
     return {key: engine.model_runner.cache_engine.read_block(block) for key, block in allocator._block_of.items()}
