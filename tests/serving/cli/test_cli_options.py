@@ -105,7 +105,7 @@ WRONG = {
         ("--api-key a --api-key sécret", "--api-key: expected printable ASCII without spaces, got another character"),
         ("--prefix-cache-per-key", "--prefix-cache-per-key: expected False without API keys"),
         ("--served-model-name=", "--served-model-name: expected a text, got an empty one"),
-        ("--served-model-name a {model}", "--served-model-name: expected MODEL before it, as the option takes all "),
+        ("--served-model-name a {model}", "--served-model-name: expected MODEL before it, or -- before MODEL, "),
         ("--tool-call-parser hermit", "--tool-call-parser: expected one of auto, none, hermes, "),
         ("--reasoning-parser hermes", "--reasoning-parser: expected one of auto, none, qwen3, "),
         ("--chat-template {tmp}/none", "--chat-template: expected a file that can be read, got {tmp}/none (No such "),
