@@ -86,28 +86,24 @@ def start_process(module: str, theirs: socket.socket) -> "subprocess.Popen[bytes
 
 
 def run_child(module: str, fd: int, parent_pid: int, by_kernel: bool) -> None:
-    """In the process that `start_process` has started. parent_pid: the process to end with. by_kernel: whether the
-    kernel sees to that, or a thread."""
-    (die_with if by_kernel else end_with)(parent_pid)
+    """In the process that `start_process` has started. parent_pid: the process to end with, however it ends. by_kernel:
+    whether the kernel sees to that, or a thread."""
+    if by_kernel:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        end_with(parent_pid)
+    if os.getppid() != parent_pid:  # it ended before
+        os._exit(1)
     os.set_inheritable(fd, False)  # or a child of this process would keep the socket open
     importlib.import_module(module).main(fd)
 
 
-def die_with(parent_pid: int) -> None:
-    """Let the kernel kill this process when the parent ends, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before
-        os._exit(1)
-
-
 def end_with(parent_pid: int) -> None:
-    """Let a thread end this process when the parent ends, however it ends. The end of the socket does not tell: a child
-    that the parent has forked has the socket, too."""
+    """Let a thread end this process when the parent ends. The end of the socket does not tell: a child that the parent
+    has forked has the socket, too."""
     with suppress(OSError):  # of a sandbox without pidfd_open: the end of the socket has to do there
         parent = PeerProcess(parent_pid)
         threading.Thread(target=_end_after, args=(parent,), name="pagedattn-parent", daemon=True).start()
-    if os.getppid() != parent_pid:  # it ended before
-        os._exit(1)
 
 
 def _end_after(parent: "PeerProcess") -> None:
