@@ -11,12 +11,12 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help build native simt demo serve test test-quick tests-of test-parts test-serving test-engine test-rest test-ops \
   test-simt test-server test-clients test-agents test-ray test-adopters test-vllm test-transformers-hub \
   test-nano-vllm test-mini-sglang test-peers test-models sweep-models test-long \
-  test-cuda test-arm64 wheel test-wheels hub gpu-report check-clang check-macos check-cuda check-cuda-sm80 sanitize \
+  test-cuda test-amx test-arm64 wheel test-wheels hub gpu-report check-clang check-macos check-cuda check-cuda-sm80 sanitize \
   sanitize-cpu sanitize-simt sanitize-threads mutants bench paper lint format clean
 help:
 	@echo "make build | native | demo | serve | test | test-quick | tests-of | test-clients | test-agents | test-ray |" \
-	  "test-adopters | test-peers | test-models | sweep-models | test-long | test-cuda | test-arm64 | wheel | test-wheels |" \
-	  "hub | gpu-report | check-clang | check-macos | check-cuda | sanitize | mutants | bench | paper | lint | format |" \
+	  "test-adopters | test-peers | test-models | sweep-models | test-long | test-cuda | test-amx | test-arm64 | wheel |" \
+	  "test-wheels | hub | gpu-report | check-clang | check-macos | check-cuda | sanitize | mutants | bench | paper | lint | format |" \
 	  "clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
@@ -229,6 +229,17 @@ test-cuda:
 	PYTHONPATH=src:python $(PYTHON) -m pytest -q -rs tests/ops/test_smoke.py tests/ops \
 	  tests/serving/engine/test_cuda_engine.py --device cuda
 
+# The op tests with the kernels for AMX, on a CPU that has AVX512 up to BF16 and no AMX: the instructions on tiles are
+# emulated. Two minutes of CPU; AMX_PART=1/4 is the first quarter. Mutants in these kernels, named without .patch:
+# LD_PRELOAD=$PWD/build/emulate_tiles.so .venv/bin/python tests/mutants/run.py NAMES
+AMX_PART ?= 1/1
+EMULATE_TILES := $(CURDIR)/build/emulate_tiles.so
+$(EMULATE_TILES): tests/amx/emulate_tiles.cpp
+	mkdir -p build
+	$(CXX) -std=c++20 -O3 -mavx2 -mfma -Wall -Wextra -shared -fPIC -o $@ $<
+test-amx: build $(EMULATE_TILES)
+	LD_PRELOAD=$(EMULATE_TILES) $(PYTEST) --part $(AMX_PART) tests/ops --device cpu-amx
+
 # The CPU kernels alone, without torch, compiled for ARM64 and run in an emulator, on a CPU of each capability: `default`
 # has the bits of x86-64's; `neon` and `neon_bf16` are compared with these, and with fp64. Needs Debian's
 # g++-aarch64-linux-gnu and qemu-user. Four minutes of CPU without ccache; the cases take 20 s. CI has few optimisations,
@@ -397,7 +408,7 @@ bench: build
 paper: build .venv-paper/ready
 	.venv-paper/bin/python bench/paper.py $(FIGURES) $(if $(FULL),--full)
 
-SOURCES := $(shell find csrc bench tests/simt tests/arm64 -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := $(shell find csrc bench tests/simt tests/amx tests/arm64 -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 CLANG_FORMAT := $(BIN)/clang-format --style=file:csrc/.clang-format
 lint: .venv/dev
 	$(BIN)/ruff check .
