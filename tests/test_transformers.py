@@ -24,6 +24,9 @@ import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel, modeling_flash_attention_utils
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.utils import WorkloadHints
+from transformers.integrations import flash_attention as integration
+from transformers.models.bark import modeling_bark
+from transformers.models.falcon import modeling_falcon
 
 from pagedattn_ext import flash_attn, ops
 from pagedattn_ext.transformers import use_flash_attention, use_paged_attention
@@ -434,6 +437,11 @@ def flash_attention(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setitem(transformers.AttentionInterface._global_mapping, name, function)
     for name in ("_lazy_imports", "_loaded_implementation"):
         monkeypatch.setattr(modeling_flash_attention_utils, name, getattr(modeling_flash_attention_utils, name))
+    monkeypatch.setattr(integration, "get_target_dtype", integration.get_target_dtype)
+    for modeling in (modeling_bark, modeling_falcon):
+        for name in ("_flash_attention_forward", "get_target_dtype"):
+            monkeypatch.setattr(modeling, name, None, raising=False)
+    monkeypatch.setattr(transformers.GPTNeoPreTrainedModel, "_supports_flash_attn", True)
     called: set[str] = set()
 
     def seen(function: Any) -> Any:
@@ -485,6 +493,46 @@ def test_flash_attention_to_an_encoder(num_rows: int, flash_attention: set[str])
         logits.append(model(ids, mask, rows).logits)
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     assert "flash_attn_varlen_func" in flash_attention
+
+
+# GPT-2 has no nn.Linear in its attention; Falcon and Bark call flash-attn past transformers' AttentionInterface.
+UNUSUAL_CALLS = {
+    "GPT2LMHeadModel": dict(GPT2_SHAPE, initializer_range=0.3),
+    "FalconForCausalLM": dict(
+        vocab_size=VOCAB_SIZE, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3
+    ),
+    "BarkSemanticModel": dict(
+        input_vocab_size=VOCAB_SIZE, output_vocab_size=VOCAB_SIZE, hidden_size=48, num_layers=2, num_heads=4
+    ),
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", UNUSUAL_CALLS)
+def test_flash_attention_of_models_with_calls_of_their_own(name: str, flash_attention: set[str]) -> None:
+    """In fp32, with a prompt that is padded on the left."""
+    model_class = getattr(transformers, name)
+    ids, mask = torch.arange(22).view(2, 11), torch.ones(2, 11, dtype=torch.long)
+    mask[0, :4] = 0
+    logits = []
+    for implementation in ("eager", "flash_attention_2"):
+        torch.manual_seed(0)
+        config = model_class.config_class(**UNUSUAL_CALLS[name])
+        model = model_class._from_config(config, attn_implementation=implementation).eval()
+        logits.append(model(ids, attention_mask=mask).logits[mask.bool()])
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert flash_attention == {"flash_attn_varlen_func"}
+
+
+def test_flash_attention_without_the_windows_of_gpt_neo(flash_attention: set[str]) -> None:
+    with pytest.raises(ValueError, match=r"^GPTNeo\w+ does not support Flash Attention 2"):
+        transformers.GPTNeoForCausalLM._from_config(
+            transformers.GPTNeoConfig(
+                vocab_size=VOCAB_SIZE, num_layers=2, attention_types=[[["global", "local"], 1]], hidden_size=48,
+                num_heads=4,
+            ),
+            attn_implementation="flash_attention_2",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.18.0", "5.25.0.dev0", "6.0.0"])

@@ -45,7 +45,10 @@ from transformers.generation.continuous_batching.initialization import (  # noqa
     resolve_without_hints,
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim  # noqa: E402
-from transformers.integrations.flash_attention import flash_attention_forward  # noqa: E402
+from transformers.integrations import flash_attention  # noqa: E402
+from transformers.models.bark import modeling_bark  # noqa: E402
+from transformers.models.falcon import modeling_falcon  # noqa: E402
+from transformers.models.gpt_neo import modeling_gpt_neo  # noqa: E402
 
 __all__ = ["use_flash_attention", "use_paged_attention"]
 
@@ -79,20 +82,23 @@ def use_flash_attention() -> None:
     CPU as on CUDA, and run on `pagedattn_ext.flash_attn`, also where flash-attn itself is installed. transformers warns
     that flash-attn is for GPUs and 16 bits; this one is for CPUs and fp32 as well. A second call changes nothing.
 
-    In fp32, transformers looks for an `nn.Linear` in each attention, and raises StopIteration without a text where
-    there is none, as in GPT-2.
-
     Where attention has no order and no window, as in encoders and from decoders to encoders, padding is left out of the
     keys alone. transformers leaves rows of the decoder out by the encoder's mask.
 
-    Gradients are refused, with RuntimeError. Models that list kernels of the hub for their attention, such as gpt-oss,
-    go on with these.
+    Gradients are refused, with RuntimeError. GPT-Neo is refused as it is made, with ValueError: transformers leaves out
+    the window of its local layers. Models that list kernels of the hub for their attention, such as gpt-oss, go on with
+    these.
     """
     for version in (2, 3):
         asked = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]
         asked |= {"general_availability_check": _yes, "supported_devices": ((_yes, "cpu"), (_yes, "cuda"))}
         transformers.AttentionInterface.register(f"flash_attention_{version}", _flash_attention)
     modeling_flash_attention_utils._lazy_imports = _flash_attention_functions
+    flash_attention.get_target_dtype = _target_dtype
+    for modeling in (modeling_bark, modeling_falcon):  # which import these names only where they find flash-attn
+        modeling._flash_attention_forward = modeling_flash_attention_utils._flash_attention_forward
+        modeling.get_target_dtype = _target_dtype
+    modeling_gpt_neo.GPTNeoPreTrainedModel._supports_flash_attn = False
 
 
 def _yes() -> bool:
@@ -100,6 +106,16 @@ def _yes() -> bool:
 
 
 _lazy_imports = modeling_flash_attention_utils._lazy_imports
+_get_target_dtype = flash_attention.get_target_dtype
+
+
+def _target_dtype(query: Tensor, module: torch.nn.Module) -> torch.dtype | None:
+    """What transformers casts a query in fp32 to: the dtype of the `nn.Linear` in the attention. GPT-2 has none there,
+    and keeps fp32."""
+    try:
+        return _get_target_dtype(query, module)
+    except StopIteration:
+        return None
 
 
 def _flash_attention_functions(implementation: str | None, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +152,7 @@ def _flash_attention(
         kwargs |= {"max_length_q": num_rows, "max_length_k": real.shape[1]}
         attention_mask = None
     kwargs |= {"is_causal": is_causal, "sliding_window": sliding_window}
-    return flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return flash_attention.flash_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
 def _check_model(model: object) -> None:
