@@ -258,3 +258,10 @@ def test_number_of_threads_does_not_matter(device, several_threads, rows, seq_le
     for result, expected in zip(parallel, serial, strict=True):
         assert_same_bits(result, expected)
     assert_attention(arguments, *parallel)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_more_heads_of_a_kv_head_than_rows_at_once(device, dtype):
+    case = Case(((1, 150), (9, 40)), dtype, num_kv_heads=1, group_size=200, head_size=32, alibi=True)
+    arguments = make_arguments(case, device)
+    assert_attention(arguments, *OPS.paged_attention(**arguments))

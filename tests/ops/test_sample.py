@@ -14,6 +14,7 @@ from checks import (
     assert_same_bits,
 )
 from op_calls import make_arguments
+from op_table import OPS
 from torch import Tensor
 
 from pagedattn_ext import _C, CPUGraph, ops
@@ -433,3 +434,9 @@ def test_rejects(device, op, i):
 def test_bad_numbers(device, numbers, error, message):
     arguments = {"probs": torch.ones(2, 3, device=device), "seed": 0} | numbers
     assert_raises_and_writes_nothing(ops.sample_from_probs, arguments, error, f"^sample_from_probs: {message}")
+
+
+def test_out_rows_that_overlap_in_part(device):
+    out = torch.zeros(100, device=device).as_strided((2, 8), (7, 1))
+    with pytest.raises(RuntimeError, match="do not overlap"):
+        OPS.softmax(out, torch.zeros(2, 8, device=device))

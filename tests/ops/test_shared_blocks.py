@@ -193,3 +193,10 @@ def test_before_a_window_tables_hold_anything(device):
     for result, of_before in zip(OPS.paged_attention(**arguments), expected, strict=True):
         assert_same_bits(result, of_before)
     assert_as_alone(arguments, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_see_less_behind_rows_that_see_more(device, dtype):
+    """A tile of shared blocks ends behind its last visible token, whichever row that is."""
+    case = Case(((8, 148),) * 3, dtype, group_size=2, head_size=32)
+    assert_as_alone(share_blocks(make_arguments(case, device), case, [(0, 0), (0, 999), (0, 999)]), device)

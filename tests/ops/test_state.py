@@ -321,3 +321,13 @@ def test_nan_stays_in_its_sequence(device, op):
     assert out[:5].isfinite().all()
     assert after[0].isnan().all() or op == "causal_conv1d"
     assert after[1:].isfinite().all()
+
+
+def test_each_item_is_taken_once(several_threads):
+    """Taken twice, an item would advance its state twice."""
+    n = 20000
+    x, b = torch.ones(n, 1, 1), torch.ones(n, 1, 16)
+    for _ in range(20):
+        states, out = torch.zeros(n, 1, 1, 16), torch.empty(n, 1, 1)
+        OPS.selective_scan(out, x, torch.ones(n, 1), torch.zeros(1), b, b, states)
+        assert (states == 1).all()
