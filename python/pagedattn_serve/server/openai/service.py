@@ -16,7 +16,7 @@ from pagedattn_serve.output_parsing.tool_format import ToolUse
 from pagedattn_serve.pooling_params import PoolingParams
 from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.config import ServerConfig
-from pagedattn_serve.server.http.errors import ApiError
+from pagedattn_serve.server.http.errors import ApiError, is_anthropic
 from pagedattn_serve.server.http.logs import current_request
 from pagedattn_serve.server.http.metrics import ServerMetrics
 from pagedattn_serve.server.openai.errors import engine_error
@@ -188,7 +188,9 @@ class Service:
         """Raises ApiError for a text that is too long even if all tokens are as long as the longest token. Such a text
         could keep the tokenizer for a minute."""
         if len(text) > self.max_characters:
-            raise self._too_long(f"{len(text)} characters in the {param}, which are more", param)
+            raise self._too_long(
+                f"{len(text)} characters", self.max_characters, f" in the {param}, which are more", param
+            )
 
     def _check_beginning(self, text: str, param: str) -> None:
         """Raises ApiError for a long text whose beginning alone has too many tokens."""
@@ -196,7 +198,7 @@ class Service:
         if len(text) > 2 * num_characters:
             num_tokens = len(self.texts.tokenize(text[:num_characters], False)) - TOKENS_AT_THE_END
             if num_tokens > self.max_model_len:
-                raise self._too_long(f"more than {num_tokens} tokens in the {param}", param)
+                raise self._too_long(f"more than {num_tokens} tokens", self.max_model_len, f" in the {param}", param)
 
     def job(
         self,
@@ -233,7 +235,7 @@ class Service:
         if num_tokens == 0:
             raise ApiError(400, f"{param}: expected one token at least, got none", param=param)
         if num_tokens > self.max_model_len:
-            raise self._too_long(f"{num_tokens} tokens in the {param}", param)
+            raise self._too_long(f"{num_tokens} tokens", self.max_model_len, f" in the {param}", param)
 
     def check_room(self, num_tokens: int, max_tokens: int | None, param: str) -> None:
         """Raises ApiError if the prompt and its output do not fit. max_tokens: None takes any output that fits."""
@@ -241,10 +243,8 @@ class Service:
             raise ApiError(400, f"{param}: expected one token at least, got none", param=param)
         num_output = max_tokens or 1
         if num_tokens + num_output > self.max_model_len:
-            requested = (
-                f"{num_tokens + num_output} tokens ({num_tokens} in the {param}, {num_output} for the completion)"
-            )
-            raise self._too_long(requested, param)
+            parts = f" ({num_tokens} in the {param}, {num_output} for the completion)"
+            raise self._too_long(f"{num_tokens + num_output} tokens", self.max_model_len, parts, param)
 
     def _job(
         self,
@@ -271,11 +271,15 @@ class Service:
             **others,
         )
 
-    def _too_long(self, requested: str, param: str) -> ApiError:
-        """The error in OpenAI's words, which clients look for."""
-        text = (
-            f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {requested}."
-        )
+    def _too_long(self, amount: str, limit: int, details: str, param: str) -> ApiError:
+        """The error in the words of OpenAI or of Anthropic, which clients look for: Claude Code makes a conversation
+        shorter if it finds Anthropic's."""
+        context = current_request.get()
+        if context is not None and is_anthropic(context.path):
+            text = f"prompt is too long: {amount} > {limit} maximum"
+        else:
+            most = f"This model's maximum context length is {self.max_model_len} tokens."
+            text = f"{most} However, you requested {amount}{details}."
         return ApiError(400, text, param=param, code=TOO_LONG)
 
     async def _with_tokenizer(self, size: int, work: Callable[[], T], param: str) -> T:

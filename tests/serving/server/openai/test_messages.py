@@ -1,6 +1,7 @@
 """The Messages API: Anthropic's messages and events, the loop with tools, errors in its shape."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -96,8 +97,12 @@ def test_an_output_that_does_not_fit(client: Any, tools: Any) -> None:
     long = "a" * 2000
     message = create(tools, False, said(long), thinking={"type": "disabled"}, max_tokens=10**6, seed=1)
     assert message["stop_reason"] == "model_context_window_exceeded"
-    status, kind, text = error(client.post(PATH, messages=[said(BEGINNING * 500)], max_tokens=1))
-    assert (status, kind) == (400, "invalid_request_error") and "maximum context length" in text
+    for times in (500, 10**5):  # the second is refused by its characters
+        status, kind, text = error(client.post(PATH, messages=[said(BEGINNING * times)], max_tokens=1))
+        assert (status, kind) == (400, "invalid_request_error")
+        assert re.fullmatch(
+            r"prompt is too long: \d+ (tokens|characters) > \d+ maximum", text
+        )  # Claude Code reads this
 
 
 def test_forms_of_messages(client: Any) -> None:
