@@ -11,13 +11,13 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: help build native simt demo serve test test-quick tests-of test-parts test-serving test-engine test-rest test-ops \
   test-simt test-server test-clients test-agents test-ray test-adopters test-vllm test-transformers-hub \
   test-nano-vllm test-mini-sglang test-peers test-models sweep-models test-long \
-  test-cuda test-amx test-arm64 wheel test-wheels hub gpu-report check-clang check-macos check-cuda check-cuda-sm80 sanitize \
-  sanitize-cpu sanitize-simt sanitize-threads mutants bench paper lint format clean
+  test-cuda test-amx test-arm64 wheel test-wheels hub gpu-report check-clang check-macos check-cuda check-cuda-sm80 \
+  sanitize sanitize-cpu sanitize-simt sanitize-threads mutants bench paper lint format clean
 help:
 	@echo "make build | native | demo | serve | test | test-quick | tests-of | test-clients | test-agents | test-ray |" \
 	  "test-adopters | test-peers | test-models | sweep-models | test-long | test-cuda | test-amx | test-arm64 | wheel |" \
-	  "test-wheels | hub | gpu-report | check-clang | check-macos | check-cuda | sanitize | mutants | bench | paper | lint | format |" \
-	  "clean"
+	  "test-wheels | hub | gpu-report | check-clang | check-macos | check-cuda | sanitize | mutants | bench | paper |" \
+	  "lint | format | clean"
 
 # torch first, and this release: the extension is compiled against what is installed, without build isolation. As a
 # module pip builds by the name of Python that `make build` has; by another, whose name compile commands hold, all CUDA
@@ -408,7 +408,8 @@ bench: build
 paper: build .venv-paper/ready
 	.venv-paper/bin/python bench/paper.py $(FIGURES) $(if $(FULL),--full)
 
-SOURCES := $(shell find csrc bench tests/simt tests/amx tests/arm64 -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := $(shell find csrc bench tests/simt tests/amx tests/arm64 \
+  -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 CLANG_FORMAT := $(BIN)/clang-format --style=file:csrc/.clang-format
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -19,8 +19,8 @@
 #endif
 
 #if defined(__x86_64__)
-// tests/amx/emulate_tiles.cpp defines it, a library to be loaded first. Without that library, it is null.
-extern "C" [[gnu::weak, gnu::visibility("default")]] bool pagedattn_emulates_tiles();
+// Defined by tests/amx/emulate_tiles.cpp, a library to be loaded first, and null without that library.
+extern "C" [[gnu::weak, gnu::visibility("default")]] void pagedattn_emulates_tiles();
 #endif
 
 namespace pagedattn {
@@ -47,7 +47,7 @@ bool may_use_tiles() {
     constexpr unsigned ALL = AMX_BF16 | AMX_TILE | AMX_INT8;
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (edx & ALL) != ALL) {
-      return pagedattn_emulates_tiles != nullptr && pagedattn_emulates_tiles();
+      return pagedattn_emulates_tiles != nullptr;
     }
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;  // of Linux, whose older headers lack them
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;

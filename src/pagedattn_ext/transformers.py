@@ -46,9 +46,6 @@ from transformers.generation.continuous_batching.initialization import (  # noqa
 )
 from transformers.generation.continuous_batching.utils import WorkloadHints, find_head_dim  # noqa: E402
 from transformers.integrations import flash_attention  # noqa: E402
-from transformers.models.bark import modeling_bark  # noqa: E402
-from transformers.models.falcon import modeling_falcon  # noqa: E402
-from transformers.models.gpt_neo import modeling_gpt_neo  # noqa: E402
 
 __all__ = ["use_flash_attention", "use_paged_attention"]
 
@@ -89,6 +86,11 @@ def use_flash_attention() -> None:
     the window of its local layers. Models that list kernels of the hub for their attention, such as gpt-oss, go on with
     these.
     """
+    # Here, because they take half a second, which use_paged_attention does not need.
+    from transformers.models.bark import modeling_bark
+    from transformers.models.falcon import modeling_falcon
+    from transformers.models.gpt_neo import modeling_gpt_neo
+
     for version in (2, 3):
         asked = modeling_flash_attention_utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[version]
         asked |= {"general_availability_check": _yes, "supported_devices": ((_yes, "cpu"), (_yes, "cuda"))}

@@ -42,7 +42,7 @@ struct Instruction {
   Prefix prefix;
   uint8_t opcode;
   bool has_memory;
-  int reg, rm, vvvv;    // numbers of tiles, if there is no memory operand; of `rm`, the bits that select a form
+  int reg, rm, vvvv;    // numbers of tiles; with a memory operand, `reg` alone
   uint8_t* base;        // address of the memory operand, without its index
   int64_t index;        // scaled, in bytes
   const uint8_t* next;  // the instruction behind this one
@@ -188,10 +188,8 @@ bool run(const Instruction& in) {
   if (!have_shapes_of_product(tile, a, b)) return false;
   if (is(0x5c, Instruction::XF3, false)) {  // tdpbf16ps
     constexpr unsigned FLUSHES_AND_MASKS = 0x9fc0;
-    const unsigned of_handler = _mm_getcsr();
-    _mm_setcsr(FLUSHES_AND_MASKS);
+    _mm_setcsr(FLUSHES_AND_MASKS);  // until the handler returns
     add_bfloat16_products(tile, a, b);
-    _mm_setcsr(of_handler);
     return true;
   }
   if (is(0x5e, Instruction::XF3, false)) {  // tdpbsud
@@ -241,8 +239,8 @@ void handle(int, siginfo_t*, void* context) {
 
 extern "C" {
 
-// csrc/cpu_dispatch.cpp asks.
-bool pagedattn_emulates_tiles() { return true; }
+// That there is such a function tells csrc/cpu_dispatch.cpp that there are tiles.
+void pagedattn_emulates_tiles() {}
 
 // faulthandler of Python would take the place of the handler.
 int sigaction(int signal, const struct sigaction* action, struct sigaction* before) noexcept {

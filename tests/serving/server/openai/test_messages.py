@@ -100,9 +100,8 @@ def test_an_output_that_does_not_fit(client: Any, tools: Any) -> None:
     for times in (500, 10**5):  # the second is refused by its characters
         status, kind, text = error(client.post(PATH, messages=[said(BEGINNING * times)], max_tokens=1))
         assert (status, kind) == (400, "invalid_request_error")
-        assert re.fullmatch(
-            r"prompt is too long: \d+ (tokens|characters) > \d+ maximum", text
-        )  # Claude Code reads this
+        # As Claude Code wants it.
+        assert re.fullmatch(r"prompt is too long: \d+ (tokens|characters) > \d+ maximum", text)
 
 
 def test_forms_of_messages(client: Any) -> None:
