@@ -6,6 +6,9 @@ A pair of elements turns by `position * frequency`. A scaling lowers the frequen
 - llama3: slow frequencies by the factor, fast ones not at all, with a smooth passage between them (LLaMA 3.1);
 - yarn: the same idea with another passage; besides, the logits rise with the factor (Peng et al., 2023);
 - longrope: each pair has two factors, one within the original length, one behind it (Ding et al., 2024).
+
+The frequencies are those of transformers bit by bit: each is computed in the same order. At position 10,000, an angle
+moves by up to 1e-3 if its frequency is off by one unit in the last place.
 """
 
 import math
@@ -127,8 +130,14 @@ def max_position(config: Any) -> int:
 
 def frequencies(theta: float | Tensor, head_size: int) -> Tensor:
     """Without scaling, theta ** (-2i / head_size): fp32 [head_size / 2], or [n, head_size / 2] for theta [n, 1]."""
+    return 1.0 / powers(theta, head_size)
+
+
+def powers(theta: float | Tensor, head_size: int) -> Tensor:
+    """theta ** (2i / head_size), in the shape of `frequencies`."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device="cpu") / head_size
-    return 1.0 / theta**exponents
+    result: Tensor = theta**exponents
+    return result
 
 
 def dynamic_frequencies(rope: dict[str, Any], head_size: int, original_length: int, positions: Tensor) -> Tensor:
@@ -138,17 +147,18 @@ def dynamic_frequencies(rope: dict[str, Any], head_size: int, original_length: i
     """
     lengths = torch.clamp(positions + 1, min=original_length)
     stretch = rope["factor"] * lengths / original_length - (rope["factor"] - 1)
-    theta = rope["rope_theta"] * stretch ** (head_size / (head_size - 2))
+    # torch takes the power of a single number in fp64, and so does transformers with its single sequence length.
+    theta = rope["rope_theta"] * (stretch.double() ** (head_size / (head_size - 2))).float()
     return frequencies(theta[:, None], head_size)
 
 
 def llama3_frequencies(rope: dict[str, Any], head_size: int) -> Tensor:
     """[head_size / 2]. How much a frequency is lowered depends on how often it turns within the original length."""
     plain = frequencies(rope["rope_theta"], head_size)
-    turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+    turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     share_of_plain = ((turns - low) / (high - low)).clamp(0, 1)
-    return torch.lerp(plain / rope["factor"], plain, share_of_plain)
+    return (1 - share_of_plain) * plain / rope["factor"] + share_of_plain * plain
 
 
 def yarn_frequencies(rope: dict[str, Any], head_size: int) -> Tensor:
@@ -164,8 +174,9 @@ def yarn_frequencies(rope: dict[str, Any], head_size: int) -> Tensor:
     first, last = max(first, 0), min(last, head_size - 1)
     pairs = torch.arange(head_size // 2, dtype=torch.float32, device="cpu")
     share_of_scaled = ((pairs - first) / ((last - first) or 1e-3)).clamp(0, 1)
-    plain = frequencies(theta, head_size)
-    return torch.lerp(plain, plain / rope["factor"], share_of_scaled)
+    share_of_plain = 1 - share_of_scaled
+    of_pairs = powers(theta, head_size)
+    return 1.0 / (rope["factor"] * of_pairs) * (1 - share_of_plain) + 1.0 / of_pairs * share_of_plain
 
 
 def yarn_attention_factor(rope: dict[str, Any]) -> float:
@@ -183,8 +194,9 @@ def yarn_attention_factor(rope: dict[str, Any]) -> float:
 
 def longrope_frequencies(rope: dict[str, Any], head_size: int, positions: Tensor) -> Tensor:
     """Frequencies of each position, [num_positions, head_size / 2]: those of a sequence that ends at the position."""
-    plain = frequencies(rope["rope_theta"], head_size)
-    short, long = (plain / pair_factors(rope, name, len(plain)) for name in ("short_factor", "long_factor"))
+    of_pairs = powers(rope["rope_theta"], head_size)
+    names = ("short_factor", "long_factor")
+    short, long = (1.0 / (pair_factors(rope, name, len(of_pairs)) * of_pairs) for name in names)
     return torch.where(positions[:, None] < rope["original_max_position_embeddings"], short, long)
 
 
