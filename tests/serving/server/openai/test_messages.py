@@ -131,6 +131,24 @@ def test_messages_of_the_system(client: Any) -> None:
     assert one == other
 
 
+def test_variables_of_the_template(tools: Any) -> None:
+    """They count before what `thinking` gives to it."""
+    fields = {"messages": [said("Rain?")], "thinking": {"type": "enabled"}}
+    variables = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
+    more, fewer = (tools.answer(f"{PATH}/count_tokens", **fields, **each) for each in ({}, variables))
+    others = tools.answer(f"{PATH}/count_tokens", **fields | {"thinking": {"type": "disabled"}})
+    assert fewer == others != more
+    status, kind, text = error(tools.post(PATH, **fields, max_tokens=1, chat_template_kwargs={"messages": []}))
+    assert (status, kind) == (400, "invalid_request_error") and text.startswith("chat_template_kwargs: ")
+
+
+def test_a_salt(client: Any) -> None:
+    """Only prompts of the same salt share blocks."""
+    for salt, shares in (("a", False), ("a", True), ("b", False)):
+        message = create(client, False, said("salt " * 20), cache_salt=salt, max_tokens=1)
+        assert (message["usage"]["cache_read_input_tokens"] > 0) == shares
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_loop_with_a_tool(tools: Any, stream: bool) -> None:
     message = create(tools, stream, said("Rain?"), **CALL)

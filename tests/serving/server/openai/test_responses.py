@@ -100,6 +100,16 @@ def test_an_end_that_is_ignored(client: Any) -> None:
     assert response["usage"]["output_tokens"] == SPEAK["max_output_tokens"]
 
 
+def test_the_tokens_of_an_input(tools: Any) -> None:
+    """As many as the request itself is told of, which has the same body."""
+    first = respond(tools, input="Rain?", **CALL)
+    for body in ({"input": "Rain?", "instructions": "Be short."}, {"input": "b", "previous_response_id": first["id"]}):
+        count = tools.answer(f"{PATH}/input_tokens", **body, **CALL)
+        expected = respond(tools, **body, **CALL)["usage"]["input_tokens"]
+        assert count == {"object": "response.input_tokens", "input_tokens": expected}
+    assert tools.error(f"{PATH}/input_tokens", input=[{"type": "computer_call"}])[:2] == (400, "input")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_is_cut(client: Any, stream: bool) -> None:
     response = respond(client, stream, input=BEGINNING, **SHORT)
@@ -330,7 +340,7 @@ def test_a_call_that_a_stop_string_cuts(tools: Any, stream: bool) -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}, "city"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "description": "b", "schema": SCHEMA}}}, "city"),
         (
             {"tool_choice": {"type": "function", "name": "get_weather"}, "tools": [{**TOOL, "description": None}]},
             "city",
@@ -342,6 +352,7 @@ def test_forms(tools: Any, fields: dict[str, Any], expected: str) -> None:
     body = {**CALL, "tools": None, "tool_choice": None, **fields}
     response = respond(tools, input="Rain?", **body)
     assert response["tools"] == (fields.get("tools") or [])  # with all that a tool may have
+    assert response["text"]["format"] == fields.get("text", {}).get("format", {"type": "text"})
     [item] = response["output"]
     text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
     assert expected in json.loads(text)

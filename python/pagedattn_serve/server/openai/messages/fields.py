@@ -18,7 +18,6 @@ from pagedattn_serve.server.openai.translation import chat_request, content_of
 
 # The fields of a chat, by the names that they have here.
 NAMES = {
-    "chat_template_kwargs": "thinking",
     "continue_final_message": "messages",
     "thinking_token_budget": "thinking.budget_tokens",
     "stop": "stop_sequences",
@@ -103,6 +102,8 @@ class CountTokensRequest(Body):
     context_management: dict[str, Any] | None = Field(None, description="without effect: no message is left out")
     speed: Literal["standard"] | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    # of vLLM's
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="count before thinking")
 
 
 class MessageRequest(CountTokensRequest):
@@ -120,10 +121,11 @@ class MessageRequest(CountTokensRequest):
     thread: dict[str, Any] | None = Field(None, description="refused: no conversation is kept")
     # of vLLM's
     seed: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
 
 # Fields that a chat has under the same name.
-SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed")
+SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "cache_salt")
 
 
 def as_chat(body: CountTokensRequest, takes_budget: bool) -> tuple[ChatCompletionRequest, list[str]]:
@@ -146,7 +148,7 @@ def as_chat(body: CountTokensRequest, takes_budget: bool) -> tuple[ChatCompletio
         "stop": getattr(body, "stop_sequences", None) or None,
         "response_format": form and {"type": "json_schema", "json_schema": {"schema": form.json_schema}},
         "reasoning_effort": body.output_config and body.output_config.effort,
-        "chat_template_kwargs": body.thinking and _thinking(body.thinking),
+        "chat_template_kwargs": _variables(body),
         "thinking_token_budget": body.thinking.budget_tokens if body.thinking and takes_budget else None,
     }
     return chat_request(fields), [name for name, _ in named]
@@ -167,10 +169,11 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
     return "required" if choice.type == "any" else choice.type
 
 
-def _thinking(thinking: Thinking) -> dict[str, bool]:
-    """Variables by the names that chat templates have for it."""
-    thinks = thinking.type != "disabled"
-    return {"enable_thinking": thinks, "thinking": thinks}
+def _variables(body: CountTokensRequest) -> dict[str, Any]:
+    """Those of the chat template. Templates have two names for whether the model thinks."""
+    thinks = body.thinking and body.thinking.type != "disabled"
+    of_thinking = {} if thinks is None else {"enable_thinking": thinks, "thinking": thinks}
+    return of_thinking | (body.chat_template_kwargs or {})
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------

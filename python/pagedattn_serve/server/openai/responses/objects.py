@@ -45,6 +45,11 @@ class ResponseObject(TypedDict):
     usage: ResponseUsage | None
 
 
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(TypedDict):
     id: str
     object: Literal["response"]

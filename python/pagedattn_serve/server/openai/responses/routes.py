@@ -1,4 +1,5 @@
-"""POST /v1/responses: items of a conversation in, the next items out; GET and DELETE of those that are kept."""
+"""POST /v1/responses: items of a conversation in, the next items out; GET and DELETE of those that are kept; and the
+number of tokens of a prompt."""
 
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -16,7 +17,13 @@ from pagedattn_serve.server.openai.jobs import Job
 from pagedattn_serve.server.openai.responses.events import ResponseWriter
 from pagedattn_serve.server.openai.responses.fields import NAMES, ResponseRequest, as_chat
 from pagedattn_serve.server.openai.responses.items import Item, NamedMessage, chat_messages, listed_items
-from pagedattn_serve.server.openai.responses.objects import DeletedResponse, ItemList, ResponseObject, response_head
+from pagedattn_serve.server.openai.responses.objects import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseObject,
+    response_head,
+)
 from pagedattn_serve.server.openai.responses.store import ResponseStore, StoredResponse
 from pagedattn_serve.server.openai.responses.tools import functions_of
 from pagedattn_serve.server.openai.service import TOO_LONG, Service, service_of
@@ -46,17 +53,8 @@ async def create_response(
         message = "background: expected false, as responses are made while their client waits"
         raise ApiError(400, message, param="background")
     key_id = _key_id()
-    before: list[Item] = []
-    if body.previous_response_id is not None:
-        before = _stored(store, key_id, body.previous_response_id, "previous_response_id").conversation()
-    try:
-        given = listed_items(_resolved(body.input, store, key_id))
-        named = [("previous_response_id", item) for item in before]
-        named += [(f"input[{i}]", item) for i, item in enumerate(given)]
-        messages = chat_messages(named)
-    except (TypeError, ValueError) as error:
-        raise ApiError(400, str(error), param="input") from None
-    job, turn = await (_latest_job if body.truncation == "auto" else _job)(body, messages, service)
+    before, given, messages = _read(body, store, key_id)
+    job, turn = await _job(body, messages, service)
     job = replace(job, form_field=job.form_field and NAMES.get(job.form_field, job.form_field))
 
     def keep(response: Fields) -> None:
@@ -66,6 +64,20 @@ async def create_response(
     functions = {id.in_chat: id for id, _ in functions_of(body.tools or [])}
     writer = ResponseWriter(response_head(body, job), service.output_format, functions)
     return await BlockAnswer(job, turn, service, writer, keep).respond(request, body.stream is True)
+
+
+@router.post("/v1/responses/input_tokens", response_model=InputTokens)
+async def count_input_tokens(
+    body: ResponseRequest,
+    service: Annotated[Service, Depends(service_of)],
+    store: Annotated[ResponseStore, Depends(store_of)],
+) -> Response:
+    """How many tokens the prompt of such a request has."""
+    service.check_model(body.model)
+    _, _, messages = _read(body, store, _key_id())
+    job, _ = await _job(body, messages, service)
+    count: InputTokens = {"object": "response.input_tokens", "input_tokens": len(job.prompts[0].token_ids)}
+    return JSONResponse(count)
 
 
 @router.get("/v1/responses/{response_id}", response_model=ResponseObject)
@@ -116,7 +128,28 @@ async def list_input_items(
     return JSONResponse(response)
 
 
+def _read(
+    body: ResponseRequest, store: ResponseStore, key_id: str
+) -> tuple[list[Item], list[Item], list[NamedMessage]]:
+    """The items before those of the request; the request's own; the messages of all of them. Raises ApiError."""
+    before: list[Item] = []
+    if body.previous_response_id is not None:
+        before = _stored(store, key_id, body.previous_response_id, "previous_response_id").conversation()
+    try:
+        given = listed_items(_resolved(body.input, store, key_id))
+        named = [("previous_response_id", item) for item in before]
+        named += [(f"input[{i}]", item) for i, item in enumerate(given)]
+        return before, given, chat_messages(named)
+    except (TypeError, ValueError) as error:
+        raise ApiError(400, str(error), param="input") from None
+
+
 async def _job(body: ResponseRequest, messages: list[NamedMessage], service: Service) -> tuple[Job, Turn | None]:
+    """As `chat_job`, of the messages that `truncation` leaves."""
+    return await (_latest_job if body.truncation == "auto" else _whole_job)(body, messages, service)
+
+
+async def _whole_job(body: ResponseRequest, messages: list[NamedMessage], service: Service) -> tuple[Job, Turn | None]:
     """As `chat_job`. Errors call messages by their names."""
     names = ["instructions"] * (body.instructions is not None) + [name for name, _ in messages]
     with renamed_errors(NAMES, names):
@@ -124,14 +157,14 @@ async def _job(body: ResponseRequest, messages: list[NamedMessage], service: Ser
 
 
 async def _latest_job(body: ResponseRequest, messages: list[NamedMessage], service: Service) -> tuple[Job, Turn | None]:
-    """As `_job`, of as many turns as fit, the latest, and of all system messages. A turn begins with a message of the
-    user. Raises ApiError if the last turn alone does not fit."""
+    """As `_whole_job`, of as many turns as fit, the latest, and of all system messages. A turn begins with a message of
+    the user. Raises ApiError if the last turn alone does not fit."""
     starts = [i for i, (_, message) in enumerate(messages) if message["role"] == "user"]
     starts[:1] = [0]
 
     async def job_since(start: int) -> tuple[Job, Turn | None]:
         system = [each for each in messages[:start] if each[1]["role"] in ("system", "developer")]
-        return await _job(body, [*system, *messages[start:]], service)
+        return await _whole_job(body, [*system, *messages[start:]], service)
 
     low, middle, high = 0, 0, len(starts) - 1  # all turns are tried first, as they mostly fit
     found = None  # the job since starts[high]
