@@ -44,6 +44,8 @@ inline Indices check_block_tables(const Door& door, const Tensor& block_tables, 
 
 // Values: a block that is used is in the cache.
 inline void check_block(const Door& door, int64_t block, int64_t num_blocks, int64_t seq, int64_t entry) {
+  door.check(num_blocks > 0, "block_tables", "expected no blocks, as the cache has none, got ", block, " at sequence ",
+             seq, ", entry ", entry);
   door.check(block >= 0 && block < num_blocks, "block_tables", "expected blocks of 0 to ", num_blocks - 1, ", got ",
              block, " at sequence ", seq, ", entry ", entry);
 }

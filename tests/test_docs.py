@@ -35,8 +35,8 @@ def sessions(text: str) -> list[str]:
     return re.findall(r"^```pycon\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
-# The last session of the first section is the start that all examples share.
-START = sessions(SECTIONS[0][1])[-1]
+# The first session of the first section is the start that all examples share.
+START = sessions(SECTIONS[0][1])[0]
 
 
 @pytest.mark.parametrize(

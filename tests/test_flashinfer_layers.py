@@ -309,7 +309,8 @@ def test_rope_into_fp8_pages(layout: str, fp8: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantize_dtype": torch.half}, "quantize_dtype: expected float8_e4m3fn or float8_e5m2, got torch.float16"),
+        ({"quantize_dtype": torch.half}, "quantize_dtype: expected torch.float8_e4m3fn or .*, got torch.float16"),
+        ({"quantize_dtype": "float8_e5m2"}, "quantize_dtype: expected torch.float8_e4m3fn or .*, got 'float8_e5m2'"),
         ({"quant_scale_q": True}, "quant_scale_q: expected a number, got True"),
         ({"pos_ids": POSITIONS}, r"pos_ids: expected 0 to 8 \(the rows of cos_sin_cache\), got 1000 at token 2"),
         ({"q_rope_out": torch.empty(5, 1, 16).to(torch.float8_e5m2)}, r"q_rope_out: expected shape \[5, 3, 16\]"),

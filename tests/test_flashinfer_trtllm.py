@@ -209,7 +209,7 @@ def test_refused_ragged() -> None:
 Q, CACHE = torch.zeros(2, HEADS, DIM), torch.zeros(PAGES, 2, KV_HEADS, PAGE_SIZE, DIM)
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"out_dtype": torch.float8_e4m3fn}, "out_dtype: expected torch.float32, .*, got torch.float8_e4m3fn"),
-    ({"out_dtype": "nvfp4"}, "out_dtype: expected torch.float32, .*, got nvfp4"),
+    ({"out_dtype": "nvfp4"}, "out_dtype: expected torch.float32, .*, got 'nvfp4'"),
     ({"out": Q.to(torch.float8_e4m3fn)}, "out_dtype: expected torch.float32, .*, got torch.float8_e4m3fn"),
     ({"mask": torch.zeros(1)}, "mask: expected None, got a tensor"),
     ({"uses_shared_paged_kv_idx": False}, "uses_shared_paged_kv_idx: expected True, got False"),

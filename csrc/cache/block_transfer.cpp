@@ -30,6 +30,10 @@ struct PairCheck {
 
   void operator()() const {
     const auto* pairs = static_cast<const int64_t*>(values.data);
+    door.check(num_pairs == 0 || num_src_blocks > 0, "block_mapping",
+               "expected no pairs, as there are no source blocks, got ", num_pairs);
+    door.check(num_pairs == 0 || num_dst_blocks > 0, "block_mapping",
+               "expected no pairs, as there are no target blocks, got ", num_pairs);
     std::unordered_set<int64_t> targets;
     for (int64_t i = 0; i < num_pairs; ++i) {
       const int64_t src = pairs[2 * i];

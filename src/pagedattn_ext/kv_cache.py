@@ -49,6 +49,8 @@ def allocate_kv_cache(
     Raises TypeError for a wrong type and ValueError for a wrong size, before anything is allocated. On the CPU it
     raises MemoryError if there is not enough memory.
     """
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"allocate_kv_cache: dtype: expected a torch.dtype, got {type(dtype).__name__}")
     if dtype not in CACHE_DTYPES:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in CACHE_DTYPES)
         raise TypeError(f"allocate_kv_cache: dtype: expected one of {expected}, got {dtype}")

@@ -182,6 +182,11 @@ ERRORS = [
 ]
 
 
+def test_rejects_the_name_of_a_dtype():
+    with pytest.raises(TypeError, match=r"^allocate_kv_cache: dtype: expected a torch\.dtype, got str"):
+        pagedattn_ext.allocate_kv_cache(5, 2, 64, dtype="bfloat16")
+
+
 def test_rejects_a_block_without_tokens():
     with pytest.raises(ValueError, match=r"^allocate_kv_cache: block_size: expected at least 1, got 0"):
         pagedattn_ext.allocate_kv_cache(5, 2, 64, 0, layout="nhd")

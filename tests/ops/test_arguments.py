@@ -26,6 +26,7 @@ from op_calls import (
     optional_tensors,
     raw_op,
     results,
+    wrapper,
 )
 
 from pagedattn_ext import allocate_kv_cache, ops
@@ -286,6 +287,27 @@ def test_a_tensor_on_another_device(call):
                 ValueError, match=f"^{name}: .*: expected a tensor on (cpu|meta), got one on (cpu|meta)$"
             ):
                 call_wrapper_with_out(name, arguments)
+
+
+@pytest.mark.parametrize("name", SCHEMA_OF)
+def test_all_tensors_on_meta(name):
+    """What docs/ops.md says under "Devices"."""
+    on_meta = {
+        argument: [tensor.to("meta") for tensor in value] if isinstance(value, list) else value.to("meta")
+        for argument, value in make_arguments(name).items()
+        if isinstance(value, (list, torch.Tensor))
+    }
+    arguments = make_arguments(name) | on_meta
+    if getattr(OPS, name).default._schema.returns:
+        for function in (raw_op(name), wrapper(name)):
+            expected, actual = results(function, make_arguments(name)), results(function, arguments)
+            assert all(tensor.is_meta for tensor in actual)
+            assert [tensor.shape for tensor in actual] == [tensor.shape for tensor in expected]
+    else:
+        with pytest.raises(NotImplementedError, match="Meta tensors"):
+            raw_op(name)(**arguments)
+        with pytest.raises((NotImplementedError, ValueError), match=r"Meta tensors|expected a tensor on"):
+            wrapper(name)(**arguments)
 
 
 def test_the_door_knows_another_device():

@@ -570,6 +570,22 @@ def test_copy_and_swap_reject_mapping(device, what):
     assert_rejected("swap_blocks", swap, "block_mapping", error)
 
 
+def test_a_cache_without_blocks(device):
+    """Errors speak of no blocks, and not of blocks 0 to -1."""
+    empty, cache = (make_caches(n, 2, 16, 8, torch.float32, torch.Generator(), device)[0] for n in (0, 6))
+    pair = mapping_tensor([(0, 1)], device)
+    for src, dst, message in (
+        (empty, cache, "expected no pairs, as there are no source blocks, got 1"),
+        (cache, empty, "expected no pairs, as there are no target blocks, got 1"),
+    ):
+        with pytest.raises(RuntimeError, match=f"^swap_blocks: block_mapping: {message}"):
+            OPS.swap_blocks(src, dst, pair)
+        OPS.swap_blocks(src, dst, pair[:0])
+    zero = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="block_tables: expected no blocks, as the cache has none, got 0 at sequence"):
+        ops.compute_slot_mapping(zero, zero[None], block_size=8, num_blocks=0)
+
+
 @pytest.mark.parametrize("pairs", [[(1, 0), (2, 1)], [(2, 1), (1, 0)], [(0, 1), (2, 3), (1, 4)], [(1, 1)]], ids=str)
 def test_copy_blocks_rejects_a_block_that_is_source_and_target(device, pairs):
     caches = make_caches(6, 2, 16, 8, torch.float32, torch.Generator().manual_seed(0), device)

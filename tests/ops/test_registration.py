@@ -82,6 +82,16 @@ def test_wrapper_of_a_tensor_that_requires_grad_is_an_error(name):
             call_wrapper(name, arguments)
 
 
+def test_a_compiled_wrapper_of_a_tensor_that_requires_grad():
+    """Dynamo repeats the error. Catches code on the way to the error that Dynamo cannot trace."""
+    torch.compiler.reset()
+    compiled = torch.compile(call_wrapper, fullgraph=True, backend="eager")
+    arguments = make_arguments("rms_norm")
+    arguments["input"].requires_grad_()
+    with pytest.raises(RuntimeError, match="rms_norm: input: requires grad, but the ops have no backward"):
+        compiled("rms_norm", arguments)
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_raw_op_of_tensors_that_require_grad(call):
     """Computes as ever."""

@@ -137,7 +137,7 @@ def check_dtype(function: Callable[..., Any], name: str, dtype: Dtype | None) ->
 def check_result_dtype(function: Callable[..., Any], name: str, dtype: torch.dtype | None) -> None:
     """None is that of the queries."""
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise refusal(function, name, "torch.float32, torch.float16 or torch.bfloat16", dtype)
+        raise refusal(function, name, "torch.float32, torch.float16 or torch.bfloat16", repr(dtype))
 
 
 def in_dtype(out: Tensor, o_data_type: Dtype | None) -> Tensor:

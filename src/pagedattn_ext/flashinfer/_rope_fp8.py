@@ -220,7 +220,8 @@ def _rotated_and_scaled(
     check_indices(function, "pos_ids", pos_ids, len(q_rope))
     dtype = next((out.dtype for out in outs if out is not None), torch.float8_e4m3fn) if dtype is None else dtype
     if dtype not in FP8_DTYPES:
-        raise TypeError(f"{function.__qualname__}: quantize_dtype: expected float8_e4m3fn or float8_e5m2, got {dtype}")
+        expected = "torch.float8_e4m3fn or torch.float8_e5m2"
+        raise TypeError(f"{function.__qualname__}: quantize_dtype: expected {expected}, got {dtype!r}")
     whole = (
         q_rope, k_rope,
         q_rope[..., :0] if q_nope is None else q_nope,

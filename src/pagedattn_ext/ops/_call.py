@@ -39,6 +39,7 @@ class _Number(NamedTuple):
 
 
 _numbers: dict[str, tuple[_Number, ...]] = {}  # of each op
+_argument_names: dict[str, tuple[str, ...]] = {}  # of each op
 _PLAIN = {"int": int, "float": float, "ScalarType": torch.dtype}
 
 
@@ -167,17 +168,20 @@ def _any_requires_grad(values: Iterable[object]) -> bool:
 
 
 def _refuse_derivatives(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """An op writes without autograd's knowledge: a gradient or a tangent would be lost, and nothing would say so."""
-    for argument, tensors in _arguments(overloads[name], args, kwargs):
-        for tensor in tensors:
+    """An op writes without autograd's knowledge: a gradient or a tangent would be lost, and nothing would say so.
+
+    Dynamo traces this function, and cannot iterate over a schema.
+    """
+    for argument, value in (*zip(_argument_names[name], args, strict=False), *kwargs.items()):
+        for tensor in tensors_in(value):
             if torch.is_grad_enabled() and tensor.requires_grad:
                 raise RuntimeError(
-                    f"{name}: {argument.name}: requires grad, but the ops have no backward: call them under "
+                    f"{name}: {argument}: requires grad, but the ops have no backward: call them under "
                     "torch.no_grad() or torch.inference_mode()"
                 )
             if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
                 raise RuntimeError(
-                    f"{name}: {argument.name}: carries a tangent, but the ops have no forward-mode derivative"
+                    f"{name}: {argument}: carries a tangent, but the ops have no forward-mode derivative"
                 )
 
 
@@ -284,6 +288,7 @@ def add_ops(names: list[str]) -> None:
     """The raw ops that `call` calls. They get `_kernel_for_negated`."""
     for name in names:
         overloads[name] = op = getattr(getattr(torch.ops, NAMESPACE), name).default
+        _argument_names[name] = tuple(each.name for each in op._schema.arguments)
         kinds = [str(each.real_type).removeprefix("Optional[").removesuffix("]") for each in op._schema.arguments]
         _numbers[name] = tuple(
             _Number(place, each.name, kind, _PLAIN[kind])
