@@ -8,7 +8,7 @@ namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
 constexpr int MAX_CODE = 127;
-// If all elements are smaller, they count as zeros: MAX divided by the largest could be infinite.
+// If all elements are smaller, they count as zeros.
 template <int MAX>
 constexpr float MIN_LARGEST = (MAX + 1) * 0x1p-126f;
 
@@ -36,10 +36,9 @@ PAGEDATTN_INLINE int32_t reduce_max_bits(IntVec v) {
   return max_with_shuffled(v, [](int i) { return i ^ 1; })[0];
 }
 
-// Calls store(i, codes) with round(x * MAX / max|x|) for each of `size` elements, and with zeros for the rest of the
-// last vector.
-template <int MAX = MAX_CODE, typename T, typename Store>
-PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store) {
+// max|x|; NaN if an element is not finite; 0 if MAX divided by the largest could be infinite.
+template <int MAX = MAX_CODE, typename T>
+PAGEDATTN_INLINE float largest_magnitude(const T* input, int64_t size) {
   // Ordered as integers, infinity and NaN are larger than any finite magnitude.
   IntVec largest_bits{};
   for_each_vector(size, [&](int64_t i, auto load, auto) {
@@ -47,12 +46,20 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store)
   });
   const int32_t bits = reduce_max_bits(largest_bits);
   constexpr int32_t INFINITE_BITS = 0x7f800000;
+  if (bits >= INFINITE_BITS) return __builtin_nanf("");
   const float largest = __builtin_bit_cast(float, bits);
-  if (bits >= INFINITE_BITS || largest < MIN_LARGEST<MAX>) {
+  return largest < MIN_LARGEST<MAX> ? 0.0f : largest;
+}
+
+// Calls store(i, codes) with round(x * max_code / largest) for each of `size` elements, and with zeros for the rest of
+// the last vector. `largest` is the row's largest_magnitude.
+template <typename T, typename Store>
+PAGEDATTN_INLINE Quantized quantize_to(int max_code, float largest, const T* input, int64_t size, Store&& store) {
+  if (!(largest > 0)) {
     for (int64_t i = 0; i < size; i += VEC_SIZE) store(i, IntVec{});
-    return {bits >= INFINITE_BITS ? __builtin_nanf("") : 0.0f, IntVec{}};
+    return {largest, IntVec{}};
   }
-  const Vec inverse_scale = broadcast(MAX / largest);
+  const Vec inverse_scale = broadcast(max_code / largest);
   const Vec round_to_int = broadcast(0x1.8p23f);
   IntVec sums{};
   for_each_vector(size, [&](int64_t i, auto load, auto) {
@@ -61,7 +68,12 @@ PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store)
     sums += codes;
     store(i, codes);
   });
-  return {largest / MAX, sums};
+  return {largest / max_code, sums};
+}
+
+template <int MAX = MAX_CODE, typename T, typename Store>
+PAGEDATTN_INLINE Quantized quantize(const T* input, int64_t size, Store&& store) {
+  return quantize_to(MAX, largest_magnitude<MAX>(input, size), input, size, store);
 }
 
 }  // namespace

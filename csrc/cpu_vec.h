@@ -134,6 +134,18 @@ PAGEDATTN_INLINE IntVec iota(std::integer_sequence<int, I...>) {
 }
 PAGEDATTN_INLINE IntVec iota() { return iota(std::make_integer_sequence<int, VEC_SIZE>{}); }
 
+PAGEDATTN_INLINE bool any_bit(IntVec v) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#elif defined(__AVX2__)
+  return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#else
+  int64_t halves[2];
+  __builtin_memcpy(halves, &v, sizeof v);
+  return (halves[0] | halves[1]) != 0;
+#endif
+}
+
 PAGEDATTN_INLINE Vec select(IntVec mask, Vec if_true, Vec if_false) { return mask ? if_true : if_false; }
 
 // a * b + c. Written out wherever a product is added. The compiler is told not to contract on its own: it would

@@ -336,14 +336,32 @@ def gelu_quick(input: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 # ---- linear --------------------------------------------------------------------------------------------------------
 
 
-def quantise_to_int8(input: Tensor) -> tuple[Tensor, Tensor]:
-    """round(x * (127 / max|x|)) in fp32, and max|x| / 127 [..., 1], of each row; zeros if max|x| is below 2^-119."""
+def quantise_to_int8(input: Tensor, times: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """round(x * (127 / max|x|)) in fp32, and max|x| / 127 [..., 1], of each row; zeros if max|x| is below 2^-119.
+    With times [..., 1], 127 times so much instead of 127."""
     input = input.float()
     largest = input.abs().amax(-1, keepdim=True)
     largest = torch.where(largest < 2.0**-119, 0, largest)
     max_code = torch.tensor(127.0)  # a plain number is divided by way of a reciprocal, which rounds twice
+    if times is not None:
+        max_code = max_code * times
     codes = torch.where(largest > 0, input * (max_code / largest), 0).round()
     return codes.long(), largest / max_code
+
+
+def quantise_row(input: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes and the scale of a row of linear_int8. The largest code is a multiple of 127: the largest one with which
+    127 is still 3.5 times the root mean square of the codes. It is 127 itself if max|x| is below 2^-112."""
+    mean_square = nonzero(quantise_to_int8(input)[0].double().square().mean(-1, keepdim=True))
+    times = (127 / (3.5 * mean_square.sqrt())).floor().clamp(min=1)
+    times = torch.where(input.float().abs().amax(-1, keepdim=True) < 2.0**-112, 1, times)
+    return quantise_to_int8(input, times.float())
+
+
+def int8_rows(rows: Tensor, group_size: int) -> Tensor:
+    """What is left of rows that linear_int8 (group_size: the whole row) or linear_int4 (32) has quantised."""
+    codes, scales = quantise_row(rows.unflatten(-1, (-1, group_size)))
+    return (codes * scales).flatten(-2)
 
 
 def quantise_weight_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,7 +403,7 @@ def nonzero(divisor: Tensor) -> Tensor:
 
 def linear_int8(input: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """(codes @ weight.T) * (scale of the row) * (scale of the column) + bias, the sums in integers."""
-    codes, scales = quantise_to_int8(input)
+    codes, scales = quantise_row(input)
     out = (codes @ weight.T.long()).double() * scales.double() * weight_scales.double()
     return out if bias is None else out + bias.double()
 

@@ -7,6 +7,8 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
+constexpr int BYTES_PER_QUAD = LINEAR_PANEL * QUAD;  // of a panel
+
 // So many rows leave registers for the operands. A single tile may have more rows than one of several tiles: it reads
 // fewer panels side by side, or takes fewer vectors of them at a time, and all its rows share what is loaded or
 // unpacked.

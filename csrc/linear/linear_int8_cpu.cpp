@@ -6,21 +6,20 @@
 // One tile of rows after another passes over a block of some panels. All tiles but the first find the block in the
 // nearest cache.
 #include "cpu_memory.h"
-#include "cpu_quantize.h"
 #include "dispatch.h"
 #include "linear/byte_products.h"
 #include "linear/int8_out.h"
+#include "linear/int8_rows.h"
 #include "linear/linear_quantized.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int BYTES_PER_QUAD = LINEAR_PANEL * QUAD;  // of a panel
-constexpr int64_t BLOCK_QUADS = 256 / TILE_PANELS;   // 16 KiB of all panels of a tile, half of the nearest cache
+constexpr int64_t BLOCK_QUADS = 256 / TILE_PANELS;  // 16 KiB of all panels of a tile, half of the nearest cache
 constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 6144 : 768;  // under way for a single tile, of all panels together
 
 // Without VNNI, two products are added in 16 bits, with saturation, before they are widened to 32. A pair of adjacent
-// codes whose sum is at most this never saturates. The excess of a pair goes into an ExcessQuad, which is multiplied
+// codes whose sum is at most this never saturates. The excess of a pair goes into an ExtraQuad, which is multiplied
 // separately. Of rows of 768 normally distributed elements, 2% of the pairs have an excess; 16-bit factors, which need
 // no limit, took 1.15 times as long for these rows on a Zen 3. Of evenly distributed elements, 25% of the pairs have an
 // excess; 16-bit factors took 0.8 times as long.
@@ -74,16 +73,7 @@ void add_excess(const LinearInt8Params& p, const uint8_t* weights, int64_t num_q
     UintVec row_sums[VECS];
     PAGEDATTN_UNROLL
     for (int v = 0; v < VECS; ++v) row_sums[v] = sums[v];
-    const ExcessQuad* excess = p.excess + row * num_quads;
-    for (int32_t i = 0; i < p.num_excesses[row]; ++i) {
-      const UintVec x = broadcast_quad(excess[i].codes);
-      const uint8_t* weight = weights + int64_t{excess[i].quad} * BYTES_PER_QUAD;
-      PAGEDATTN_UNROLL
-      for (int v = 0; v < VECS; ++v) {
-        const uint8_t* w = weight + v / PANEL_VECS * panel_bytes + v % PANEL_VECS * VEC_BYTES;
-        row_sums[v] = add_products(row_sums[v], load_weights(w), x);
-      }
-    }
+    add_extra<PANELS>(p.excess + row * num_quads, p.num_excesses[row], weights, panel_bytes, row_sums);
     PAGEDATTN_UNROLL
     for (int v = 0; v < VECS; ++v) sums[v] = row_sums[v];
   }
@@ -122,7 +112,7 @@ void sum_several_tiles(const LinearInt8Params& p, const uint8_t* weights, int64_
 }
 
 // Moves the excess of a row's pairs into `excess`. Returns the number of quads that have an excess.
-int32_t limit_pairs(RowCodes row, int64_t num_quads, ExcessQuad* excess) {
+int32_t limit_pairs(RowCodes row, int64_t num_quads, ExtraQuad* excess) {
   const auto excess_of = [](const int8_t* pair) {
     const int sum = pair[0] + pair[1];
     return sum > MAX_PAIR_SUM ? sum - MAX_PAIR_SUM : sum < -MAX_PAIR_SUM ? sum + MAX_PAIR_SUM : 0;
@@ -148,11 +138,7 @@ void quantize_rows_int8(const LinearInt8Params& params, int64_t begin, int64_t e
   dispatch_dtype(params.dtype, [&]<typename T>() {
     for (int64_t row = begin; row < end; ++row) {
       const RowCodes codes = row_codes(params, row);
-      const Quantized quantized =
-          quantize(static_cast<const T*>(params.input) + row * params.input_stride, params.in_features,
-                   [&](int64_t i, IntVec values) PAGEDATTN_ALWAYS_INLINE { codes.store(i, values); });
-      params.row_scales[row] = quantized.scale;
-      params.code_sums[row] = quantized.sum_of_codes();
+      quantize_row<T>(params, row, [&](int64_t i, IntVec values) PAGEDATTN_ALWAYS_INLINE { codes.store(i, values); });
       if (LIMITS_PAIRS) params.num_excesses[row] = limit_pairs(codes, num_quads, params.excess + row * num_quads);
     }
   });
@@ -166,7 +152,7 @@ void linear_int8(const LinearInt8Params& params, int64_t begin, int64_t end) {
       const uint8_t* weights = params.weight + panel * num_quads * BYTES_PER_QUAD;
       sum_tiles(params, weights, num_quads, sums);
       if (LIMITS_PAIRS) add_excess<PANELS>(params, weights, num_quads, sums);
-      write_out<PANELS, T, WEIGHT_EXCESS>(params, panel * LINEAR_PANEL, reinterpret_cast<const int32_t*>(sums));
+      write_out<PANELS, T>(params, panel, reinterpret_cast<int32_t*>(sums), PANELS * LINEAR_PANEL);
     };
     dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
         params.num_rows, begin, end,

@@ -5,10 +5,10 @@
 // another passes over a block of the panels. All groups but the first find the block in the nearest cache. Meanwhile
 // the next block is on its way from memory, as many lines beside each group.
 #include "cpu_memory.h"
-#include "cpu_quantize.h"
 #include "cpu_tiles.h"
 #include "dispatch.h"
 #include "linear/int8_out.h"
+#include "linear/int8_rows.h"
 #include "linear/linear_quantized.h"
 #include "linear/panels.h"
 
@@ -119,10 +119,7 @@ void quantize_rows_int8_tiles(const LinearInt8Params& params, int64_t begin, int
       const auto store = [&](int64_t i, IntVec values) PAGEDATTN_ALWAYS_INLINE {
         store_bytes(codes + i / TILE_ROW_BYTES * TILE_BYTES + i % TILE_ROW_BYTES, (UintVec)values);
       };
-      const T* input = static_cast<const T*>(params.input) + row * params.input_stride;
-      const Quantized quantized = quantize(input, params.in_features, store);
-      params.row_scales[row] = quantized.scale;
-      params.code_sums[row] = quantized.sum_of_codes();
+      quantize_row<T>(params, row, store);
     }
   });
 }
@@ -139,7 +136,9 @@ void linear_int8_tiles(const LinearInt8Params& params, int64_t begin, int64_t en
       for_each_panels<2>(first, last, [&]<int PANELS>(int64_t panel) {
         add_panels<PANELS>(params, params.weight + panel * panel_bytes, sums + (panel - first) * LINEAR_PANEL);
       });
-      write_out<OUT_PANELS, T>(params, first * LINEAR_PANEL, sums);
+      for_each_panels<OUT_PANELS>(first, last, [&]<int PANELS>(int64_t panel) {
+        write_out<PANELS, T>(params, panel, sums + (panel - first) * LINEAR_PANEL, OUT_FEATURES);
+      });
     }
   });
 }

@@ -35,16 +35,20 @@ class Int8 {
       : code_stride_(code_stride_of(params)),
         num_quads_(params.num_quads()),
         codes_(std::make_unique_for_overwrite<int8_t[]>(scratch_rows * code_stride_)),
-        excess_(std::make_unique_for_overwrite<ExcessQuad[]>(scratch_rows * num_quads_)),
+        high_codes_(std::make_unique_for_overwrite<ExtraQuad[]>(scratch_rows * num_quads_)),
+        excess_(std::make_unique_for_overwrite<ExtraQuad[]>(scratch_rows * num_quads_)),
         row_scales_(std::make_unique_for_overwrite<float[]>(scratch_rows)),
         code_sums_(std::make_unique_for_overwrite<int32_t[]>(scratch_rows)),
+        num_high_(std::make_unique_for_overwrite<int32_t[]>(scratch_rows)),
         num_excesses_(std::make_unique_for_overwrite<int32_t[]>(scratch_rows)) {}
   void give_scratch(Params& chunk, int64_t scratch_row) {
     chunk.code_stride = code_stride_;
     chunk.codes = codes_.get() + scratch_row * code_stride_;
+    chunk.high_codes = high_codes_.get() + scratch_row * num_quads_;
     chunk.excess = excess_.get() + scratch_row * num_quads_;
     chunk.row_scales = row_scales_.get() + scratch_row;
     chunk.code_sums = code_sums_.get() + scratch_row;
+    chunk.num_high = num_high_.get() + scratch_row;
     chunk.num_excesses = num_excesses_.get() + scratch_row;
   }
 
@@ -62,9 +66,11 @@ class Int8 {
   int64_t code_stride_;
   int64_t num_quads_;
   std::unique_ptr<int8_t[]> codes_;
-  std::unique_ptr<ExcessQuad[]> excess_;
+  std::unique_ptr<ExtraQuad[]> high_codes_;
+  std::unique_ptr<ExtraQuad[]> excess_;
   std::unique_ptr<float[]> row_scales_;
   std::unique_ptr<int32_t[]> code_sums_;
+  std::unique_ptr<int32_t[]> num_high_;
   std::unique_ptr<int32_t[]> num_excesses_;
 };
 

@@ -22,8 +22,8 @@ constexpr int64_t INT4_CHUNK_CODES = 1 << 18;  // without tiles: half of a secon
 
 constexpr int64_t MAX_INT8_FEATURES = 1 << 17;  // the sum of so many products of at most 128 * 127 is below 2^31
 
-// Codes of a quad, to be added to the codes of the row.
-struct ExcessQuad {
+// More codes of a quad, which are multiplied separately.
+struct ExtraQuad {
   int32_t quad;
   int8_t codes[QUAD];
 };
@@ -37,7 +37,9 @@ struct LinearInt8Params : LinearParams {
   int64_t code_stride;    // in_features, rounded up to a multiple of CODE_MULTIPLE
   float* row_scales;      // [num_rows]
   int32_t* code_sums;     // [num_rows]
-  ExcessQuad* excess;     // [num_rows, num_quads()]
+  ExtraQuad* high_codes;  // [num_rows, num_quads()], each counts 256 times
+  int32_t* num_high;      // [num_rows]
+  ExtraQuad* excess;      // [num_rows, num_quads()], what some pairs of codes are beyond their limit
   int32_t* num_excesses;  // [num_rows]
 
   constexpr int64_t num_quads() const { return (in_features + QUAD - 1) / QUAD; }

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from checkpoints import change_config, make_model
+from reference import int8_rows
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -83,13 +84,6 @@ def quantize_inputs(model: PreTrainedModel, group_size: Callable[[str, nn.Module
         if size := group_size(name, layer):
             layer.register_forward_pre_hook(lambda _, inputs, size=size: (int8_rows(inputs[0], size),))
     return model
-
-
-def int8_rows(rows: Tensor, group_size: int) -> Tensor:
-    """What is left of rows when each group of a row has been quantized to 8 bits."""
-    groups = rows.reshape(*rows.shape[:-1], -1, group_size)
-    scales = groups.abs().amax(-1, keepdim=True) / 127
-    return ((groups / scales).round() * scales).nan_to_num().view(rows.shape)
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from quantized_checkpoints import dequantized
+from reference import int8_rows
 from torch import Tensor, nn
 
 from pagedattn_serve.config import check_quantization
@@ -55,13 +56,6 @@ def random_layer(in_features: int, out_features: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(out_features, in_features, generator=generator)
     return weight / in_features**0.5, torch.randn(out_features, generator=generator)
-
-
-def int8_rows(hidden: Tensor, group_size: int) -> Tensor:
-    """What is left of rows when each group of a row has been quantized to 8 bits."""
-    groups = hidden.unflatten(-1, (-1, group_size))
-    scales = groups.abs().amax(-1, keepdim=True) / 127
-    return ((groups / scales).round() * scales).flatten(-2)
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
