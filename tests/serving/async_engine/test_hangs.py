@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from async_runs import core_pid, greedy, play, read, until
@@ -20,9 +21,11 @@ from faulty_rank import HANGS
 from server_process import wait_for
 from warm_ranks import StartedRanks
 
-from pagedattn_serve import AsyncLLMEngine, EngineArgs, EngineDeadError, LLMEngine
+from pagedattn_serve import DEMO_MODEL, AsyncLLMEngine, EngineArgs, EngineDeadError, LLMEngine
 from pagedattn_serve.async_engine import process_core
 from pagedattn_serve.async_engine.core import EngineLoop, Watch
+from pagedattn_serve.async_engine.news_wire import framed
+from pagedattn_serve.async_engine.process_core import ProcessCore
 from pagedattn_serve.distributed.activity import HANG_SECONDS, LOOK_SECONDS, MAX_LOOKS, WAITS, WORKS, Activity, Pulse
 
 STANDS_STILL = f"a step of the engine (process {os.getpid()}) has stood still for 3 seconds"
@@ -180,6 +183,24 @@ def test_a_core_that_is_stopped_and_one_whose_python_stands_still(
             assert serving.replicas()[0].hang is None
 
     play(main())
+
+
+def test_a_core_that_speaks_between_looks_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often somebody looks."""
+    process = SimpleNamespace(pid=os.getpid())
+    monkeypatch.setattr(process_core, "start_process", lambda *_: process)
+    monkeypatch.setattr(ProcessCore, "_look_soon", lambda _: None)
+    core = ProcessCore(EngineArgs(DEMO_MODEL))
+    hangs: list[str | None] = []
+    core.on_hang = lambda: hangs.append(core.hang)
+    for _ in range(2 * MAX_LOOKS):
+        core._look()
+        core.data_received(framed(("pulse", None)))
+    assert hangs == []
+    for _ in range(MAX_LOOKS):
+        core._look()
+    assert hangs == [f"the engine core (process {process.pid}) has not answered for 3 seconds"]
+    core._socket.close()
 
 
 def test_a_pulse_says_whether_its_thread_computes() -> None:

@@ -39,6 +39,8 @@ def test_news_arrive_as_they_were() -> None:
         (4, output(5, "error", ended, error=str(refusal), argument_error=refusal)),
         (3, output(6, "length", ended)),
         (6, output(7, None, waits)),  # without a token yet
+        (6, output(10, None, begun)),
+        (6, output(11, None, begun)),
         (6, output(8, "error", ended, error="ValueError: no text")),
         (7, output(9, "stop", ended, embedding=[0.5, -1.0])),
     ]
@@ -54,3 +56,15 @@ def test_news_arrive_as_they_were() -> None:
         assert (told.stats.num_steps, told.num_waiting, told.queued, told.results) == (i, i, [i], [(8, i, None)])
         assert [(key, str(error)) for key, error in told.refused] == [(9, str(refusal))]
     assert packer._metrics == {} and unpacker._last == {}
+
+
+def test_an_error_that_the_other_process_cannot_load() -> None:
+    """It comes as one of the nearest builtin type."""
+
+    class OfACaller(ValueError):
+        pass
+
+    stats = EngineStats(**dict.fromkeys(EngineStats.__slots__, 0))
+    packed = pickle.dumps(NewsPacker().pack(News(stats, refused=[(1, OfACaller("no number"))])))
+    [(key, error)] = NewsUnpacker(stats).unpack(pickle.loads(packed)).refused
+    assert (key, type(error), str(error)) == (1, ValueError, "no number")

@@ -9,6 +9,7 @@ import os
 import pickle
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +32,7 @@ from test_async_engine import PARAMS, PROMPTS, REFUSALS
 from warm_ranks import StartedRanks
 
 from pagedattn_serve import (
+    DEMO_MODEL,
     ArgumentError,
     AsyncLLMEngine,
     EngineArgs,
@@ -486,6 +488,39 @@ def test_a_process_that_is_killed_while_idle_and_one_that_ends_by_itself(text_mo
             assert idle.error == f"the engine core (process {pid}) was killed by SIGKILL"
 
     play(main())
+
+
+class WithoutSocket:
+    """A process that goes on when its socket has closed."""
+
+    def __init__(self, module: str, theirs: socket.socket) -> None:
+        self.pid = os.getpid()
+        self.returncode: int | None = None
+        self.side = theirs.dup()
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        self.returncode = -signal.SIGKILL
+
+
+def test_a_process_that_goes_on_without_its_socket_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it was to stop, nobody says later that it has not."""
+    monkeypatch.setattr(process_core, "start_process", WithoutSocket)
+    monkeypatch.setattr(process_core, "END_SECONDS", 0)
+
+    async def main() -> list[str | None]:
+        core: Any = ProcessCore(EngineArgs(DEMO_MODEL))
+        ends: list[str | None] = []
+        await core.start(lambda _: None, ends.append)
+        core.stop()
+        core._process.side.close()
+        await core.join()
+        assert core._stopping.cancelled()
+        return ends
+
+    assert play(main()) == [f"the engine core (process {os.getpid()}) was killed by SIGKILL"]
 
 
 def test_a_process_that_is_killed_at_its_start(text_model: str) -> None:

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import Checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from warm_ranks import StartedRanks
 
 from pagedattn_serve import LLMEngine
 from pagedattn_serve.distributed import workers
+from pagedattn_serve.distributed.launch import take_share
 from pagedattn_serve.distributed.processes import cpus_of_rank, numa_nodes
 
 
@@ -54,6 +56,19 @@ def test_every_cpu_has_a_rank(world_size: int, sizes: list[int]) -> None:
     assert all(shares) and set().union(*shares) == set().union(*nodes)
     if world_size >= len(nodes):
         assert all(any(share <= node for node in nodes) for share in shares)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_cpus_that_somebody_has_chosen_since_stay() -> None:
+    before = os.sched_getaffinity(0)
+    first, second, *_ = sorted(before)
+    try:
+        give_back = take_share(torch.get_num_threads(), {first})
+        os.sched_setaffinity(0, {second})
+        give_back()
+        assert os.sched_getaffinity(0) == {second}
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")

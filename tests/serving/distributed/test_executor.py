@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import Checkpoint
+from checkpoints import Checkpoint, make_model
 from embedders import expect_embeddings
 from engine_runs import run, token_ids
 from server_process import children_of, is_running, wait_for
@@ -71,6 +72,20 @@ def test_a_rank_has_a_slice(engine: LLMEngine, llama: Checkpoint) -> None:
     assert key_cache.shape[1] == num_kv_heads
 
 
+def test_each_rank_quantizes_its_slice(ranks: StartedRanks, tmp_path: Path) -> None:
+    """Numbers are those of one rank, which they would not be if a rank kept the floats."""
+    make_model("llama-gqa", hidden_size=64, head_dim=16, intermediate_size=128).save_pretrained(tmp_path)
+
+    def logprobs(num_ranks: int) -> torch.Tensor:
+        engine = LLMEngine(tmp_path, quantization="int4", num_blocks=20, tensor_parallel_size=num_ranks)
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        [output] = run(engine, [[*range(40, 60)]], params)
+        assert output.prompt_logprobs is not None
+        return torch.tensor([logprob.logprob for each in output.prompt_logprobs[1:] for logprob in each.values()])
+
+    torch.testing.assert_close(logprobs(2), logprobs(1), atol=1e-3, rtol=0)
+
+
 def test_each_rank_says_how_far_it_has_loaded(llama: Checkpoint, ranks: StartedRanks) -> None:
     said: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
     args = EngineArgs(llama.path, num_blocks=40, tensor_parallel_size=2)
@@ -100,13 +115,16 @@ def test_threads_come_back_in_any_order() -> None:
     try:
         torch.set_num_threads(8)
         for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2]):
+            num_ranks = [2, 4, 2]
             give_back = []
-            for num_ranks in (2, 4, 2):
-                give_back.append(take_share(threads_of_rank(num_ranks), None))
-                assert torch.get_num_threads() == 8 // num_ranks
+            for each in num_ranks:
+                give_back.append(take_share(threads_of_rank(each), None))
+                assert torch.get_num_threads() == 8 // each
+            left = set(range(3))
             for i in order:
                 give_back[i]()
-            assert torch.get_num_threads() == 8, order
+                left.remove(i)
+                assert torch.get_num_threads() == (8 // num_ranks[max(left)] if left else 8), order
         first, second = take_share(4, None), take_share(2, None)
         torch.set_num_threads(3)
         first()

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from server_process import wait_for
 
 from pagedattn_serve.distributed import channel
 from pagedattn_serve.distributed.channel import (
+    MAX_BYTES,
     SIZE,
+    TIMEVAL,
     Channel,
     ChannelClosed,
     Hello,
@@ -65,6 +68,19 @@ def test_who_is_expected_comes_in(listener: Listener, monkeypatch: pytest.Monkey
     with connection, ours.result() as side:
         side.sendall(b"a step")
         assert connection.recv(6) == b"a step"
+
+
+def test_a_connection_may_idle(listener: Listener) -> None:
+    """For longer than an answer to the handshake may take. If the other machine has vanished, the kernel finds out."""
+    with ThreadPoolExecutor() as pool:
+        theirs = pool.submit(connect, listener.address, KEY, OURS, in_seconds(30), goes_on)
+        [ours] = listener.gather({OURS}, in_seconds(30), goes_on).values()
+    for side in (ours, theirs.result()):
+        with side:
+            limit = side.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, TIMEVAL.size)
+            assert (side.gettimeout(), TIMEVAL.unpack(limit)) == (None, (0, 0))
+            assert side.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert side.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 5  # seconds; the system's are hours
 
 
 class Bomb:
@@ -125,6 +141,31 @@ def test_a_message_comes_whole_or_not_at_all() -> None:
     with pytest.raises(ChannelClosed):
         theirs.receive()
     theirs.close()
+
+
+def test_a_short_message_after_a_long_one() -> None:
+    """Who has waited for all of a long message is woken by a few bytes again."""
+    ours, theirs = (NetworkChannel(side) for side in tcp_pair())
+    data = pickle.dumps("x" * 10_000)
+    message = SIZE.pack(len(data)) + data
+    with ThreadPoolExecutor() as pool:
+        ours.socket.sendall(message[:10])
+        received = pool.submit(theirs.receive, in_seconds(30))
+        wait_for(lambda: theirs.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == len(message))
+        ours.socket.sendall(message[10:])
+        assert received.result() == ("x" * 10_000, [])
+    ours.send("y")
+    assert theirs.has_message(30) and theirs.receive() == ("y", [])
+    ours.close()
+    theirs.close()
+
+
+def test_who_announces_too_long_a_message_is_not_waited_for() -> None:
+    ours, theirs = tcp_pair()
+    with ours, theirs:
+        ours.sendall(SIZE.pack(MAX_BYTES + 1))
+        with pytest.raises(ChannelClosed):
+            NetworkChannel(theirs).receive(in_seconds(30))
 
 
 @pytest.mark.parametrize("num_free", [0, 1])

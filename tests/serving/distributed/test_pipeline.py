@@ -4,11 +4,13 @@ On ranks of this host, and on two hosts, which are this one.
 """
 
 import gc
+import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import Checkpoint
 from embedders import expect_embeddings
 from engine_runs import finish_all, run, token_ids
@@ -30,9 +32,10 @@ from pagedattn_ext.sanitizer import CacheError
 from pagedattn_serve import EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from pagedattn_serve.distributed import communicator, launch, pipeline, workers
 from pagedattn_serve.distributed.communicator import SharedMemoryCommunicator
-from pagedattn_serve.distributed.pipeline import PipelineCommunicator, cut
+from pagedattn_serve.distributed.pipeline import PipelineCommunicator, cut, partition_of, watch_layers
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.execution.model_runner import StepInputs
+from pagedattn_serve.loading.loader import load_model
 
 # With so few blocks that requests are preempted; without cached prefixes, each run is like the first one.
 SMALL: dict[str, Any] = dict(
@@ -160,6 +163,64 @@ def test_pieces() -> None:
         assert [cut(num_tokens, stages) for num_tokens in (1, 19, 25)] == [[0, 1], [0, 19], [0, 12, 25]]
         assert len(cut(1000, stages)) == 2 * pipeline.MAX_PIECES_PER_STAGE + 1
         assert cut(1000, sums) == [0, 1000]
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[PipelineCommunicator, socket.socket]]:
+    """Rank 0 of two stages, and the other end of its connection. It looks all the time, and has hardly any patience."""
+    monkeypatch.setattr(communicator, "PATIENCE_SECONDS", 1e-6)
+    monkeypatch.setattr(pipeline, "LOOK_SECONDS", 0)
+    monkeypatch.setattr(pipeline, "CHECK_SECONDS", 0.001)
+    ours, theirs = socket.socketpair()
+    rank = PipelineCommunicator(0, 2, 2)
+    rank.take_links({1: ours})
+    with rank.create_group() as group, theirs:
+        rank.join(group)
+        yield rank, theirs
+    rank.leave()
+
+
+@pytest.mark.parametrize("at_work", [None, lambda: True])
+def test_a_stage_waits_while_a_rank_computes(
+    stage: tuple[PipelineCommunicator, socket.socket], monkeypatch: pytest.MonkeyPatch, at_work: Any
+) -> None:
+    """Or, if it cannot know that, as all ranks but rank 0, for as long as the others do."""
+    rank, theirs = stage
+    rank.at_work = at_work
+    looks = iter([lambda: None, lambda: None, lambda: theirs.sendall(torch.ones(2).numpy().tobytes())])
+    monkeypatch.setattr(rank, "check", lambda: next(looks)())
+    assert torch.equal(rank.receive((1, 2), torch.float32), torch.ones(1, 2))
+
+
+def test_a_stage_waits_no_more_if_one_that_shares_its_memory_gives_up(
+    stage: tuple[PipelineCommunicator, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, theirs = stage
+    looks = iter([lambda: rank._near.abort("rank 1: no memory"), theirs.close])
+    monkeypatch.setattr(rank, "check", lambda: next(looks)())
+    with pytest.raises(RuntimeError, match=r"^the group is broken: rank 1: no memory$"):
+        rank.receive((1, 2), torch.float32)
+
+
+def test_a_group_after_one_that_has_broken_is_whole(stage: tuple[PipelineCommunicator, socket.socket]) -> None:
+    rank, theirs = stage
+    theirs.close()
+    with pytest.raises(RuntimeError, match="rank 1 has died"):
+        rank.receive((1, 2), torch.float32)
+    assert rank.broken is not None
+    rank.leave()
+    assert rank.broken is None
+
+
+def test_a_stage_ends_within_a_layer_if_the_group_breaks(
+    stage: tuple[PipelineCommunicator, socket.socket], uneven: Checkpoint
+) -> None:
+    rank, theirs = stage
+    model = load_model(uneven.path, partition=partition_of(rank))
+    watch_layers(model, rank)
+    theirs.close()
+    with pytest.raises(RuntimeError, match="rank 1 has died"):
+        model.get_submodule("model.layers.2")()
 
 
 # ---- ranks that fail ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ tensors stands in for NCCL; the communicator, how ranks meet, and how a group br
 
 import gc
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -238,6 +239,51 @@ def test_interrupts_of_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
             abort(Places(at, FILES))
         rank.leave()
     assert aborted == set(range(places.count + 1)) and places.count > 5
+
+
+class IdleBackend:
+    """Is connected, and computes nothing."""
+
+    def __init__(self) -> None:
+        self.is_aborted = False
+
+    def allreduce(self, *_: Any) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_an_engine_may_idle_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than a rank may take within a step."""
+    monkeypatch.setattr(process_group, "connect_backend", lambda *_: IdleBackend())
+    rank = ProcessGroupCommunicator(0, 1, torch.device("cpu"))
+    rank.meet(torch.distributed.HashStore)
+    rank.join(time.monotonic() + AT_ONCE_SECONDS, lambda: None)
+    rank.watch({}, select.POLLIN)
+    rank.all_reduce(torch.ones(1))
+    rank.finish_step()
+    monkeypatch.setattr(communicator, "PATIENCE_SECONDS", 0)
+    time.sleep(5 * process_group.CHECK_SECONDS)  # the thread has looked several times
+    assert rank.broken is None
+    rank.all_reduce(torch.ones(1))
+    wait_for(lambda: rank.broken == "a rank has not come within 0 seconds")
+    rank.leave()
+
+
+def test_a_group_that_breaks_as_it_connects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backend, which is there only now, is aborted as well."""
+    backend = IdleBackend()
+
+    def connect(*_: Any) -> IdleBackend:
+        rank.abort("rank 1: no memory")
+        return backend
+
+    monkeypatch.setattr(process_group, "connect_backend", connect)
+    rank = ProcessGroupCommunicator(0, 1, torch.device("cpu"))
+    rank.meet(torch.distributed.HashStore)
+    wait_for(lambda: backend.is_aborted)
+    rank.leave()
 
 
 def test_a_rank_that_is_in_no_group() -> None:

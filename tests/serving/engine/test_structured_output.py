@@ -271,6 +271,11 @@ WRITTEN: dict[str, tuple[Any, Any, Any]] = {
         "123.45",
         "123.456",
     ),
+    "decimal, digits behind the point": (
+        TEXT | {"pattern": PYDANTIC_DECIMAL + r"(?:\d{0,3}|(?=[\d.]{1,4}0*$)\d*\.\d*0*)$"},
+        "1.23",
+        "1.234",
+    ),
     "decimal, both": (
         TEXT | {"pattern": PYDANTIC_DECIMAL + r"(?:\d{0,3}|(?=[\d.]{1,6}0*$)\d{0,3}\.\d{0,2}0*)$"},
         "123.45",
@@ -279,6 +284,7 @@ WRITTEN: dict[str, tuple[Any, Any, Any]] = {
     "email": (TEXT | {"format": "email", "pattern": ZOD_EMAIL}, "a.b'c@d-e.fg", "a..b@d.ef"),
     "duration": (TEXT | {"format": "duration", "pattern": ZOD_DURATION}, "P1Y2M3DT4H5M6S", "PT"),
     "hostname": (TEXT | {"format": "hostname", "pattern": ZOD_HOSTNAME}, "a-b.cd", "-a"),
+    "a long hostname": (TEXT | {"format": "hostname", "pattern": ZOD_HOSTNAME}, "a." * 126 + "a", "a." * 127 + "a"),
     "local time": (TEXT | {"format": "time", "pattern": r"^(?:[01]\d|2[0-3]):[0-5]\d$"}, "23:59", "24:00"),
     "pattern of a format": (TEXT | {"format": "cuid", "pattern": "^c[a-z]{8}$"}, "cabcdefgh", "c"),
     "bytes": (TEXT | {"format": "binary"}, "é", 1),
@@ -305,6 +311,7 @@ WRITTEN: dict[str, tuple[Any, Any, Any]] = {
         {"a": 1},
     ),
     "keys by length": ({"type": "object", "propertyNames": {"minLength": 2}}, {"aé": 1}, {"a": 1}),
+    "keys by greatest length": ({"type": "object", "propertyNames": {"maxLength": 2}}, {"": 1}, {"aéb": 1}),
     "keys by format": (
         {"type": "object", "propertyNames": {"format": "uuid"}},
         {"01234567-89ab-cdef-0123-456789abcdef": 1},

@@ -105,6 +105,18 @@ def test_a_file_in_the_place_of_another(tmp_path: Path, caplog: pytest.LogCaptur
     assert same(read(files, KEY), block(0))
 
 
+def test_reading_leaves_no_descriptor_open(tmp_path: Path, written: bytes) -> None:
+    """Be the file right, wrong or gone."""
+    files = files_in(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    for content in (written, written[:-1]):
+        file_of(tmp_path).write_bytes(content)
+        assert (read(files, KEY) is None) == (content != written)
+    file_of(tmp_path).unlink()
+    assert read(files, KEY) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_two_engines_share_a_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, second = files_in(tmp_path), files_in(tmp_path)
     first.write(KEY, block(0))
@@ -118,6 +130,18 @@ def test_two_engines_share_a_directory(tmp_path: Path, caplog: pytest.LogCapture
     second.scan()
     assert second.keys == {KEY_OF_GROUP}
     assert caplog.records == []  # a file that has gone is nothing to worry about
+
+
+def test_a_wrong_file_that_was_put_right_may_go_and_come_back(tmp_path: Path, written: bytes) -> None:
+    files = files_in(tmp_path)
+    file_of(tmp_path).write_bytes(written[:-1])
+    assert read(files, KEY) is None
+    files.write(KEY, block(0))
+    file_of(tmp_path).unlink()
+    assert read(files, KEY) is None
+    files_in(tmp_path).write(KEY, block(0))
+    files.scan()
+    assert files.keys == {KEY}
 
 
 def test_what_waits_to_be_written_counts_as_there(tmp_path: Path) -> None:
@@ -159,6 +183,17 @@ def test_what_was_not_used_for_longest_goes(tmp_path: Path, written: bytes) -> N
     assert files_in(tmp_path, max_bytes=3 * file_bytes).keys == {keys[0], keys[4]}  # at once, and with room for more
     with pytest.raises(ValueError, match=rf"^prefix_cache_dir_size: expected at least {file_bytes} bytes, .*, got 99$"):
         files_in(tmp_path, max_bytes=99)
+
+
+def test_no_more_goes_than_has_to(tmp_path: Path, written: bytes) -> None:
+    """Where blocks of another engine are larger."""
+    other = BlockFiles(tmp_path, OTHER, 10 * NUM_BYTES, 1 << 20)
+    other.write(KEY, np.zeros(10 * NUM_BYTES, dtype=np.uint8))
+    os.utime(tmp_path / OTHER / f"{KEY.hex()}.safetensors", (0, 0))
+    files = files_in(tmp_path, max_bytes=10 * len(written))
+    for i in range(6):
+        files.write(bytes([i]) * 16, block(i))
+    assert len(files.keys) == 6 and not list((tmp_path / OTHER).iterdir())
 
 
 def test_a_disk_that_takes_no_more(tmp_path: Path, written: bytes, caplog: pytest.LogCaptureFixture) -> None:

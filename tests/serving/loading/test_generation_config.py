@@ -218,6 +218,8 @@ def test_max_length_counts_the_prompt(llama: Checkpoint, tmp_path: Path) -> None
         ({"eos_token_id": 7}, {"eos_token_id": None}, {7}),
         ({"eos_token_id": 7}, {"eos_token_id": -1}, set()),  # the id of no token
         ({"eos_token_id": [-1, 7]}, None, {7}),
+        ({"text_config": {"eos_token_id": 8}}, None, {8}),  # as models that see have it
+        ({"eos_token_id": 7, "text_config": {"eos_token_id": 8}}, None, {7}),
         ({"eos_token_id": [7, 8]}, {"max_length": 20}, {7, 8}),
         ({}, {"eos_token_id": [1]}, {1}),
         (None, {"eos_token_id": 1}, {1}),

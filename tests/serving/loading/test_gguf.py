@@ -1,5 +1,6 @@
 """GGUF files: the weights, names, metadata and forms of layers, against the same weights in a directory."""
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.directory import model_directory
 from pagedattn_serve.loading.gguf_file import GgufFile
-from pagedattn_serve.loading.gguf_model import gguf_config
+from pagedattn_serve.loading.gguf_model import family_of, gguf_config
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms, load_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
@@ -86,11 +87,36 @@ def test_yarn_as_the_file_has_it(tmp_path: Path) -> None:
     scaling = gguf_config(GgufFile.open(tmp_path / "2.gguf"))["rope_parameters"]
     assert (scaling["factor"], scaling["attention_factor"]) == (1.0, 2.0)
     load_model(tmp_path / "2.gguf")
+    write_gguf(tmp_path / "3.gguf", model, **{"llama.rope.scaling.attn_factor": 0.5})
+    scaling = gguf_config(GgufFile.open(tmp_path / "3.gguf"))["rope_parameters"]
+    assert scaling["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * math.log(4)))  # llama.cpp has both factors
+
+
+def test_the_older_name_of_a_linear_scaling(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", make_model("llama-gqa", **LLAMA), **{"llama.rope.scale_linear": 4.0})
+    scaling = gguf_config(GgufFile.open(tmp_path / "m.gguf"))["rope_parameters"]
+    assert (scaling["rope_type"], scaling["factor"]) == ("linear", 4.0)
 
 
 def test_a_window_of_no_tokens_is_none(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", make_model("llama-gqa", **LLAMA), **{"llama.attention.sliding_window": 0})
     assert load_model(tmp_path / "m.gguf").architecture == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_layers", "hidden_size", "expected"), [("gemma2", 46, 4608, 144), ("gemma3", 62, 5376, 168)]
+)
+def test_how_the_largest_models_scale_their_queries(
+    name: str, num_layers: int, hidden_size: int, expected: int
+) -> None:
+    """Gemma 2 and 3 with 27 billion weights, as their config.json has it. No file says so."""
+    fields = {"embedding_length": hidden_size, "feed_forward_length": 1, "context_length": 8192}
+    attention = {"sliding_window": 8, "head_count": 32, "key_length": 128, "layer_norm_rms_epsilon": 1e-6}
+    for count, scalar in ((num_layers, expected), (num_layers - 1, 128)):
+        metadata = {f"{name}.{key}": value for key, value in (fields | {"block_count": count}).items()}
+        metadata |= {f"{name}.attention.{key}": value for key, value in attention.items()}
+        file = GgufFile(Path("m.gguf"), metadata | {"general.architecture": name}, {})
+        assert family_of(file)(file)["query_pre_attn_scalar"] == scalar
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])
@@ -167,6 +193,14 @@ def test_codes_of_4_bits_stay(tmp_path: Path, quantization: str | None) -> None:
         layer = model.get_submodule(name)
         assert isinstance(layer, Int4Linear)
         assert torch.equal(layer.packed_weight, Int4Linear(weight, None).packed_weight)
+
+
+def test_fewer_bits_than_the_file_has(tmp_path: Path) -> None:
+    """The weights are quantized anew, as an option says."""
+    write_gguf(tmp_path / "m.gguf", make_model("llama-gqa", **LLAMA), "q8_0")
+    for quantization, form in ((None, Int8Linear), ("int4", Int4Linear)):
+        model = load_model(tmp_path / "m.gguf", quantization=quantization)
+        assert isinstance(model.get_submodule("model.layers.1.mlp.down_proj"), form)
 
 
 def test_4_bits_give_the_logits_of_floats(tmp_path: Path) -> None:

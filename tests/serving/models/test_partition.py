@@ -480,6 +480,14 @@ def test_models_that_ranks_cannot_share(
             build_model(tmp_path, partition=Partition(rank, world_size))
 
 
+def test_an_mlp_with_as_many_groups_as_ranks() -> None:
+    """A rank more would have none."""
+    assert Partition(3, 4, group_size=32).features(128).size == 32
+    message = "at most 4, the groups of the 128 features of an MLP, got 5"
+    with pytest.raises(ArgumentError, match=f"^tensor_parallel_size: expected {message}$"):
+        Partition(0, 5, group_size=32).features(128)
+
+
 @pytest.mark.parametrize(
     ("name", "config", "world_size", "message"),
     [

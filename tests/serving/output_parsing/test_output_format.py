@@ -12,7 +12,7 @@ from tool_functions import FUNCTIONS, TIME
 from tool_models import PIECES, make_tool_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from pagedattn_serve import StructuredOutput
+from pagedattn_serve import SamplingParams, StructuredOutput
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.output_parsing.events import ParsedOutput
 from pagedattn_serve.output_parsing.output_format import (
@@ -23,7 +23,7 @@ from pagedattn_serve.output_parsing.output_format import (
     output_format,
 )
 from pagedattn_serve.output_parsing.parser import parse
-from pagedattn_serve.output_parsing.tool_format import Function, ToolUse
+from pagedattn_serve.output_parsing.tool_format import Function, ToolUse, arguments, functions_of, tool_use
 from pagedattn_serve.sampling.grammar import GrammarCompiler
 
 pytest.importorskip("llguidance")
@@ -303,6 +303,53 @@ def test_names_that_are_none() -> None:
 def test_tools_without_a_form_of_calls() -> None:
     with pytest.raises(ArgumentError, match=r"^tools: expected none, as the model's form of calls is not known"):
         output_format("none", "qwen3", "").turn("", ToolUse(FUNCTIONS))
+
+
+def test_what_a_tool_choice_asks_for() -> None:
+    tools = [{"type": "function", "function": {"name": each.name}} for each in FUNCTIONS]
+    functions = functions_of(tools)
+    one: dict[str, Any] = {"type": "function", "function": {"name": "get_time"}}
+    allowed: dict[str, Any] = {"type": "allowed_tools"}
+    for choice, expected in (
+        ("auto", ToolUse(functions)),
+        ("required", ToolUse(functions, is_required=True)),
+        ("none", ToolUse(())),
+        (one, ToolUse(functions[1:], is_required=True, is_parallel=False)),
+        (allowed | {"allowed_tools": {"mode": "auto", "tools": [one]}}, ToolUse(functions[1:])),
+        (allowed | {"allowed_tools": {"mode": "required", "tools": [one]}}, ToolUse(functions[1:], is_required=True)),
+    ):
+        assert tool_use(tools, choice) == expected
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_what_cannot_be_held_to_is_refused_of_strict_tools_alone(is_strict: bool) -> None:
+    [function] = functions_of([{"type": "function", "function": {"name": "f", "strict": is_strict}}])
+    assert arguments(function)["lenient"] is not is_strict
+
+
+def test_nothing_follows_a_list_of_calls(tokenizer: PreTrainedTokenizerFast, compiler: GrammarCompiler) -> None:
+    turn = output_format("mistral_list", "none", "").turn("", ToolUse(FUNCTIONS))
+    assert turn is not None and turn.structured_output is not None
+    matcher = compiler.matcher(turn.structured_output).advance([]).deep_copy()
+    token_ids = tokenizer(CALLS_OF_TIME["mistral_list"][0]).input_ids
+    assert matcher.validate_tokens([*token_ids, *token_ids]) == len(token_ids)
+
+
+def test_space_within_arguments_is_bounded(tokenizer: PreTrainedTokenizerFast, compiler: GrammarCompiler) -> None:
+    """A weak model might write nothing else."""
+    turn = output_format("mistral", "none", "").turn("", ToolUse(FUNCTIONS))
+    assert turn is not None and turn.structured_output is not None
+    for num_spaces, is_right in ((20, True), (21, False)):
+        token_ids = tokenizer(f'[TOOL_CALLS]get_weather[ARGS]{{{" " * num_spaces}"city"').input_ids
+        matcher = compiler.matcher(turn.structured_output).advance([]).deep_copy()
+        assert (matcher.validate_tokens(token_ids) == len(token_ids)) == is_right
+
+
+@pytest.mark.parametrize("special_tokens", [(), ("[TOOL_CALLS]",)])
+def test_marks_that_are_special_tokens_are_in_the_text(special_tokens: tuple[str, ...]) -> None:
+    """Which leaves out special tokens by default: the parser could not see that a call begins."""
+    turn = output_format("mistral", "none", "", special_tokens).turn("", ToolUse(FUNCTIONS))
+    assert turn is not None and turn.hold(SamplingParams()).skip_special_tokens == (not special_tokens)
 
 
 def test_schemas_that_are_too_long() -> None:

@@ -21,6 +21,7 @@ from pagedattn_serve.output_parsing.tool_format import ToolUse
 PARIS = {"city": "Paris"}
 ODD = {"city": 'a "b"\n</tool_call>, }]) é🙂 \\', "days": -2, "kind": "rain", "is_near": True}
 LONDON = {"city": "London"}
+QUOTES = {"city": 'it\'s "here", )'}
 SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 
 
@@ -59,12 +60,14 @@ OUTPUTS: dict[str, list[tuple[str, str, list[dict[str, Any]]]]] = {
     "hermes": [
         (f"I look.\n{hermes(ODD)}\n{hermes(PARIS)}", "I look.", [ODD, PARIS]),
         (f"{hermes(PARIS)}\n and so on ", "and so on ", [PARIS]),
+        (f"I look.\n{hermes(PARIS)}\nIt rains.", "I look.\n\nIt rains.", [PARIS]),
         ('<tool_call>{"arguments":{"city":"Paris"} ,"name":"get_weather"}</tool_call>', "", [PARIS]),
         ('<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>', "", [PARIS]),
         ('<tool_call>{"id": [1], "name": "get_weather"}</tool_call>', "", [{}]),
         ("<tool_call>no call</tool_call> <tool_", "<tool_call>no call</tool_call> <tool_", []),
         ('<tool_call>[{"name": "a"}]', '<tool_call>[{"name": "a"}]', []),
         (f"a <think>b</think>{hermes(PARIS)}", "a <think>b</think>", [PARIS]),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {}}</tool_call>', "", [{"a": 1}]),
     ],
     "qwen3_coder": [
         (f"I look.\n{qwen3_coder(ODD)}\n{qwen3_coder(PARIS)}", "I look.", [ODD, PARIS]),
@@ -87,12 +90,15 @@ OUTPUTS: dict[str, list[tuple[str, str, list[dict[str, Any]]]]] = {
     "llama3_json": [
         (listed(ODD, "parameters"), "", [ODD]),
         (f"<|python_tag|>{listed(ODD, 'parameters')}; {listed(PARIS, 'parameters')}", "", [ODD, PARIS]),
+        (f"{listed(PARIS, 'parameters')}; and so on", "; and so on", [PARIS]),
         (' {"a": 1} and {"b": 2}', ' {"a": 1} and {"b": 2}', []),
         ("I look. {}", "I look. {}", []),
     ],
     "pythonic": [
         (f"[{pythonic(ODD)}, {pythonic(PARIS)}]", "", [ODD, PARIS]),
         ('[f(), get_weather(city="Paris", x=[None, (1, "a")], )]', "", [{}, {**PARIS, "x": [None, [1, "a"]]}]),
+        (f"[{pythonic(QUOTES)}]", "", [QUOTES]),
+        ("[f(x=(1, 2), y=3)]", "", [{"x": [1, 2], "y": 3}]),
         ("[1, 2] are (two)", "[1, 2] are (two)", []),
         ("I look [f()]", "I look [f()]", []),
     ],
@@ -105,6 +111,7 @@ OUTPUTS: dict[str, list[tuple[str, str, list[dict[str, Any]]]]] = {
     "gpt_oss": [
         (channel("analysis", "hm") + TO_WEATHER + json.dumps(ODD), "", [ODD]),
         (channel("commentary", "I look.") + f"{TO_WEATHER}{json.dumps(PARIS)}<|call|>", "I look.", [PARIS]),
+        (f"{TO_WEATHER}{json.dumps(PARIS)}<|call|>" * 2, "", [PARIS, PARIS]),
         (" to=functions.get_weather<|channel|>commentary json<|message|>" + json.dumps(PARIS), "", [PARIS]),
         (channel("final", "It rains.", ""), "It rains.", []),
         ("no message", "no message", []),
@@ -216,6 +223,30 @@ def test_a_text_that_looks_like_a_call(name: str, text: str) -> None:
     assert parse(new_parser(name), text) == in_pieces(new_parser(name), list(text)) == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "get-weather.v2", "arguments": {}}</tool_call>'),
+        ("qwen3_coder", "<tool_call>\n<function=get-weather.v2>\n</function>\n</tool_call>"),
+        ("mistral", "[TOOL_CALLS]get-weather.v2[ARGS]{}"),
+        ("mistral_list", '[TOOL_CALLS] [{"name": "get-weather.v2", "arguments": {}}]'),
+        ("llama3_json", '{"name": "get-weather.v2", "parameters": {}}'),
+        ("pythonic", "[get-weather.v2()]"),
+        ("deepseek_v31", BLOCK.format(f"{BEGIN}get-weather.v2{SEP}{{}}{END}")),
+        ("deepseek_v3", BLOCK.format(FENCED.format("{}").replace("get_weather", "get-weather.v2"))),
+        ("gpt_oss", TO_WEATHER.replace("get_weather", "get-weather.v2") + "{}"),
+    ],
+)
+def test_a_name_with_dots_and_dashes(name: str, text: str) -> None:
+    """As functions may have them."""
+    assert parse(new_parser(name), text) == ParsedOutput("", "", [Call("get-weather.v2", "{}")])
+
+
+@pytest.mark.parametrize("name", ["mistral", "mistral_list"])
+def test_the_length_that_templates_of_mistral_demand_of_ids(name: str) -> None:
+    assert len(output_format(name, "none", "").new_call_id()) == 9
+
+
 def test_a_text_after_a_call_that_looks_like_a_call() -> None:
     for name, call in (("hermes", hermes(PARIS)), ("qwen3_coder", qwen3_coder(PARIS))):
         assert parse(new_parser(name), f"{call}\na <tool").content == "a <tool"
@@ -260,6 +291,7 @@ def test_any_text_in_channels(words: list[str]) -> None:
         ("qwen3", "", "<think>\na b\n</think>\n\nc\n", "a b", "c\n"),
         ("qwen3", "", "\n c ", "", "\n c "),
         ("qwen3", "", "c</think>", "", "c</think>"),
+        ("qwen3", "", "<think></think>\n\nc", "", "c"),
         ("qwen3", "<think>\n", "a</think>c", "a", "c"),
         ("qwen3", "<think>\n\n</think>\n\n", "<think>c", "", "<think>c"),
         ("qwen3", "<think>\n", "a", "a", ""),

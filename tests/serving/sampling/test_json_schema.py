@@ -93,6 +93,24 @@ def test_what_a_value_must_have(schema: dict[str, Any], is_possible: bool) -> No
             prepare(json.dumps(schema))
 
 
+def test_schemas_are_put_into_other_words_wherever_they_are() -> None:
+    """Not in values, such as those of enum."""
+    inner = {"uniqueItems": False}
+    for name in ("items", "additionalProperties", "additionalItems"):
+        assert json.loads(prepare(json.dumps({name: inner}))) == {name: {}}
+    for name in ("anyOf", "oneOf", "allOf", "prefixItems", "items"):
+        assert json.loads(prepare(json.dumps({name: [inner, {}]}))) == {name: [{}, {}]}
+    for name in ("properties", "patternProperties", "$defs", "definitions"):
+        assert json.loads(prepare(json.dumps({name: {"a": inner}}))) == {name: {"a": {}}}
+    assert json.loads(prepare(json.dumps({"enum": [inner]}))) == {"enum": [inner]}
+
+
+@pytest.mark.parametrize(("name", "written"), [("a/b", "a~1b"), ("a~b", "a~0b"), ("a~1b", "a~01b")])
+def test_references_to_names_with_signs(name: str, written: str) -> None:
+    root = {"$defs": {name: {"type": "string"}}}
+    assert text_kind(reference(written), root)[0] is TextKind.ALWAYS
+
+
 @pytest.mark.parametrize("name", ["anyOf", "oneOf"])
 def test_a_choice_of_texts_is_a_text(name: str) -> None:
     texts: list[Any] = [{"type": "string"}, {"enum": ["a", "b"]}]

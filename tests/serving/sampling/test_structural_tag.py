@@ -93,6 +93,19 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         ["", "a=1", 'a=1, b=["c"]'],
         ["1", "a=1,b"],
     ),
+    "arguments with definitions": (
+        {
+            "type": "json_schema",
+            "json_schema": {
+                "properties": {"a": {"$ref": "#/definitions/n"}},
+                "required": ["a"],
+                "definitions": {"n": {"type": "integer"}},
+            },
+            "style": "python",
+        },
+        ["a=1"],
+        ["", 'a="1"'],
+    ),
 }  # fmt: skip
 
 
@@ -132,6 +145,13 @@ def test_a_bound_of_tokens(compiler: GrammarCompiler, tokenizer: PreTrainedToken
         token_ids = tokenizer(f"<think>{text}</think>").input_ids
         matcher = compiler.matcher(structural_tag(form)).advance([])
         assert (matcher.validate_tokens(token_ids) == len(token_ids)) == is_right, text
+
+
+def test_a_bound_of_no_tokens(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast) -> None:
+    matcher = compiler.matcher(structural_tag(tag("<think>", "</think>", {"type": "any_text", "max_tokens": 0})))
+    for text, is_right in (("", True), ("a", False)):
+        token_ids = tokenizer(f"<think>{text}</think>").input_ids
+        assert (matcher.advance([]).validate_tokens(token_ids) == len(token_ids)) == is_right
 
 
 def test_a_bound_of_tokens_without_some(compiler: GrammarCompiler, tokenizer: PreTrainedTokenizerFast) -> None:

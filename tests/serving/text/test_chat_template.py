@@ -261,10 +261,12 @@ def test_a_system_message_may_be_left_out_until_a_user_speaks(tokenizer: PreTrai
         assert render_chat(tokenizer, loop[:2], LATE_SYSTEM) == "[Be brief.]<user>The cat?"
         assert render_chat(tokenizer, loop, LATE_SYSTEM) == f"<user>The cat?<assistant>I look.{call}<tool>Sat."
     never = LATE_SYSTEM.replace("[{{ messages[0].content }}]", "[]")
+    beside_first = LATE_SYSTEM.replace("loop.last", "loop.last and loop.first")  # message of a user
     for messages, template, blamed in (
         ([system, *LOOP], never, 0),
         ([*LOOP, system, LOOP[2]], LATE_SYSTEM, 3),  # behind the last message of a user
         ([system, *LOOP[1:]], LATE_SYSTEM, 0),  # no user has spoken
+        ([system, *LOOP, *LOOP], beside_first, 0),
         ([system, *LOOP], "{% if messages | length < 3 %}{{ no.more }}{% endif %}" + never, 0),
     ):
         with pytest.raises(ValueError, match=rf"^messages\[{blamed}\].content: expected what .* for role 'system'"):
@@ -404,6 +406,8 @@ def test_both_names_of_a_thought(tokenizer: PreTrainedTokenizerBase) -> None:
     template = "{% for m in messages %}{{ m.reasoning_content }}: {{ m.content }}{% endfor %}"
     for name in ("reasoning", "reasoning_content"):
         assert render_chat(tokenizer, [{"role": "assistant", "content": "b", name: "hm"}], template) == "hm: b"
+    both = {"reasoning": "a", "reasoning_content": "hm"}  # the name that templates know counts
+    assert render_chat(tokenizer, [{"role": "assistant", "content": "b", **both}], template) == "hm: b"
 
 
 def test_parts_that_are_thoughts(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -150,6 +150,7 @@ def test_a_prompt_that_ends_within_a_character(tokenizer: PreTrainedTokenizerBas
     emoji, (a, b) = tokenizer("🙂").input_ids, tokenizer("ab").input_ids
     assert stream(tokenizer, [a, *emoji[:2]], [*emoji[2:], a, b])[-1].endswith("ab")
     assert stream(tokenizer, [a, *emoji[:2]], [a, b])[-1] == "ab"
+    assert stream(tokenizer, [a, *emoji[:3]], emoji[3:])[-1] == "🙂"
 
 
 def test_a_prompt_that_ends_within_a_run_of_bytes(metaspace: PreTrainedTokenizerBase) -> None:

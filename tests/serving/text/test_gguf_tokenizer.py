@@ -76,6 +76,41 @@ def test_a_file_that_says_more_of_its_texts(tmp_path: Path) -> None:
     assert actual.convert_ids_to_tokens(actual("a the").input_ids)[1:] != ["a", "▁the"]
 
 
+def test_scores_say_which_pair_is_merged_first(tmp_path: Path) -> None:
+    """Not the ids. Of a text that is there twice, the first token counts."""
+    tokenizer = make_metaspace_tokenizer()
+    fields = tokenizer_fields(tokenizer, "llama")
+    tokens, scores = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.scores"]
+    tokens[-3:], scores[-3:] = ["na", "at", "▁the"], [-9000.0, -5.0, 0.0]
+    actual = write(tmp_path / "m.gguf", tokenizer, "llama", tokens=tokens, scores=scores, add_space_prefix=False)
+    assert actual.convert_ids_to_tokens(actual("nat").input_ids) == ["<s>", "n", "at"]
+    assert actual.get_vocab()["▁the"] == tokens.index("▁the") < len(tokens) - 1
+
+
+def test_user_defined_tokens_are_shown(tmp_path: Path) -> None:
+    """<think> is none of the special tokens, which a text may leave out."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", "<think>")
+    types = tokenizer_fields(tokenizer, "gpt2")["tokenizer.ggml.token_type"]
+    types[tokenizer.get_vocab()["<think>"]] = 4
+    actual = write(tmp_path / "m.gguf", tokenizer, token_type=types, padding_token_id=1)
+    token_ids = actual("<think>cat</s>").input_ids
+    assert actual.decode(token_ids, skip_special_tokens=True) == "<think>cat"
+    assert token_ids[0] == tokenizer.get_vocab()["<think>"] and actual.pad_token == "</s>"
+
+
+def test_what_tokenizers_do_by_their_words(tmp_path: Path) -> None:
+    """Qwen2's composes characters. LLaMA 3's takes a word that is a token whole, whatever the merges."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    qwen2 = write(tmp_path / "m.gguf", tokenizer, pre="qwen2")
+    assert qwen2("e\u0301").input_ids == qwen2("\u00e9").input_ids
+    merges = tokenizer_fields(tokenizer, "gpt2")["tokenizer.ggml.merges"]
+    merges = [merge for merge in merges if merge.replace(" ", "") != "the"]
+    for words, is_whole in (("gpt-2", False), ("llama-bpe", True)):
+        actual = write(tmp_path / "m.gguf", tokenizer, pre=words, merges=merges)
+        tokens = actual.convert_ids_to_tokens(actual("the", add_special_tokens=False).input_ids)
+        assert (tokens == ["the"]) == is_whole
+
+
 @pytest.mark.parametrize(
     ("words", "text", "pieces"),
     [
@@ -140,8 +175,8 @@ def test_ends_and_defaults(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     write(file, tokenizer)
     assert eos_token_ids(file) == {1, 2}
-    write(file, tokenizer, eot_token_id=3, eos_token_id=7)
-    assert eos_token_ids(file) == {2, 3, 7}
+    write(file, tokenizer, eot_token_id=3, eom_token_id=5, eos_token_id=7)
+    assert eos_token_ids(file) == {2, 3, 5, 7}
     names = ["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<end_of_utterance>", "_<EOT>", "<｜end▁of▁sentence｜>"]
     write(file, make_tokenizer(tmp_path / "more", "<|other|>", *names), eot_token_id=4)
     assert eos_token_ids(file) == {1, *range(3, 9)}

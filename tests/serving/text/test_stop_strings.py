@@ -71,6 +71,30 @@ def test_stop_strings_with_special_tokens_that_the_text_leaves_out(
         final = text[: search.fork().num_final(text, with_stop)]
 
 
+def search_of(*stops: str) -> StopSearch:
+    return StopSearch(StopStrings(stops), SpecialStops(stops, SPECIALS))
+
+
+def test_the_earliest_of_two_kinds_of_stop_strings() -> None:
+    """One with a special token begins before one without, and both end with the same token."""
+    search = search_of("b", "a<a>b")
+    assert search.find("a", None) is None and search.find("a", 7) is None
+    assert search.find("ab", None) == (0, "a<a>b")
+
+
+def test_forks_know_their_own_special_tokens() -> None:
+    search = search_of("<a>b")
+    assert search.find("x", None) is None
+    other = search.fork()
+    assert other.find("xzz", None) is None and other.find("xzz", 7) is None
+    assert search.find("xy", None) is None and search.find("xy", 7) is None
+    assert search.find("xyb", None) == (2, "<a>b")
+
+
+def test_a_special_token_whose_text_begins_with_that_of_another() -> None:
+    assert SpecialStops(("<a>b",), {7: "<a>", 8: "<a>b"}).signs.keys() == {8}
+
+
 def test_a_special_token_in_one_piece() -> None:
     """A stop string that is a part of a special token's text does not end an output whose text lacks the token."""
     assert not SpecialStops(("<", "a>", "cat"), SPECIALS)

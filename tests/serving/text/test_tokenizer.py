@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from checkpoints import Checkpoint, change_config
+from checkpoints import Checkpoint, change_config, make_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pagedattn_serve.loading.directory import FIELDS, read_plain_config
-from pagedattn_serve.text.tokenizer import bad_word_ids, load_tokenizer
+from pagedattn_serve.text.tokenizer import bad_word_ids, load_tokenizer, turn_end_token_ids
 
 TEXT = "the cat sat 🙂 é"
 
@@ -150,3 +150,11 @@ def test_bad_words_are_tokens_of_the_word_alone(tokenizer: PreTrainedTokenizerBa
     assert bad_word_ids(with_bos, ("cat",)) == (tuple(tokenizer("cat").input_ids),)
     with pytest.raises(ValueError, match=r"^bad_words: expected words that the tokenizer has tokens for, got 'dog'"):
         bad_word_ids(with_bos, ("cat", "dog"))
+
+
+def test_the_end_of_a_turn_is_that_of_chats(tmp_path: Path) -> None:
+    """A model without a chat template has no turns."""
+    tokenizer = make_tokenizer(tmp_path)
+    assert turn_end_token_ids(tokenizer) == set()
+    tokenizer.chat_template = "{{ messages }}"
+    assert turn_end_token_ids(tokenizer) == {tokenizer.eos_token_id}
