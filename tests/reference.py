@@ -350,8 +350,8 @@ def quantise_to_int8(input: Tensor, times: Tensor | None = None) -> tuple[Tensor
 
 
 def quantise_row(input: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes and the scale of a row of linear_int8. The largest code is a multiple of 127: the largest one with which
-    127 is still 3.5 times the root mean square of the codes. It is 127 itself if max|x| is below 2^-112."""
+    """The codes and the scale of a row of linear_int8. The largest code is a multiple of 127: the largest multiple with
+    which 127 is still 3.5 times the root mean square of the codes. It is 127 itself if max|x| is below 2^-112."""
     mean_square = nonzero(quantise_to_int8(input)[0].double().square().mean(-1, keepdim=True))
     times = (127 / (3.5 * mean_square.sqrt())).floor().clamp(min=1)
     times = torch.where(input.float().abs().amax(-1, keepdim=True) < 2.0**-112, 1, times)

@@ -107,8 +107,8 @@ def test_tokens_of_a_text(file: Path, llama_cpp: LlamaCpp) -> None:
 
 
 # What comes of rounding: llama.cpp rounds rows to 8 bits in groups of 32, with weights as the file has them; our layers
-# round them as a whole, and the weights to a scale for each output feature.
-MEAN_DIFFERENCE, LARGEST_DIFFERENCE, EQUAL = 0.3, 2.0, 0.8
+# round them as a whole, but for large elements, and the weights to a scale for each output feature.
+MEAN_DIFFERENCE, LARGEST_DIFFERENCE, EQUAL = 0.15, 1.2, 0.9
 
 
 def test_tokens_of_llama_cpp(file: Path, llama_cpp: LlamaCpp, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagedattn_serve.errors import ArgumentError
-from pagedattn_serve.loading.directory import WEIGHTS, read_json
+from pagedattn_serve.loading.directory import WEIGHTS, config_fields, read_json
 from pagedattn_serve.loading.gguf_file import GgufFile, is_gguf
 from pagedattn_serve.loading.gguf_weights import open_gguf
+from pagedattn_serve.loading.quantization_config import quantization_config
+from pagedattn_serve.loading.scaled_floats import dtype_of, scaled_floats
 
 INDEX = ".index.json"  # the end of the name of a file that says which file has which tensor
 # In order of preference: the file with all weights, and the index that takes its place if there are several files.
@@ -63,7 +65,8 @@ class OpenFiles:
 
 
 def open_checkpoint(directory: Path, open_files: OpenFiles) -> Tensors:
-    """Every tensor of the checkpoint, memory-mapped where the format allows it.
+    """Every tensor of the checkpoint, memory-mapped where the format allows it. Weights that are floats with scales are
+    the floats that they stand for.
 
     directory: or a GGUF file, of which some tensors are Blocks. Raises ValueError for a file that cannot be read, and
     for a tensor of which two files hold different ones.
@@ -82,6 +85,8 @@ def open_checkpoint(directory: Path, open_files: OpenFiles) -> Tensors:
                 )
         tensors |= found
         file_of |= dict.fromkeys(found, file)
+    if (floats := scaled_floats(quantization_config(directory))) is not None:
+        return floats.open(tensors, dtype_of(config_fields(directory)))
     return tensors
 
 

@@ -27,7 +27,7 @@ from pagedattn_serve.loading.checkpoint_files import (
 from pagedattn_serve.loading.directory import directory_to_write, model_directory, read_json
 from pagedattn_serve.loading.gguf_file import is_gguf
 from pagedattn_serve.loading.loader import build_model
-from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, row_bytes
+from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, is_for_cache_alone, row_bytes
 from pagedattn_serve.loading.weights import HEAD, CheckpointTensors, checkpoint_shapes
 from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory
@@ -79,8 +79,9 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
         copy_other_files(directory, copy)
         left = write_tensors(network, directory, copy, format)
         config = read_json(directory / "config.json")
-        of_cache = config.get("quantization_config") or {}
         config.pop(NAMED_BY_CONFIG, None)
+        before = config.pop("quantization_config", None)
+        of_cache = before if is_for_cache_alone(before) else {}
         config["quantization_config"] = of_cache | quantization_config(format, left)
         write_json(copy / "config.json", config)
         for file in copy.iterdir():

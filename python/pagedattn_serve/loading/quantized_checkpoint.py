@@ -12,9 +12,10 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from pagedattn_serve.loading.directory import config_fields
 from pagedattn_serve.loading.gguf_file import GgufFile, is_gguf
 from pagedattn_serve.loading.gguf_weights import GgufFormat, gguf_format
+from pagedattn_serve.loading.quantization_config import expect, quantization_config, section
+from pagedattn_serve.loading.scaled_floats import METHODS, scaled_floats
 from pagedattn_serve.models.partition import Share, SlicedLinear, everything
 from pagedattn_serve.models.quantization import (
     CODES_PER_INT32,
@@ -213,18 +214,20 @@ def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 def checkpoint_format(directory: Path) -> CheckpointFormat | GgufFormat | None:
-    """How the weights of the checkpoint in a directory, or of a GGUF file, are quantized; None: they are not.
+    """How the weights of the checkpoint in a directory, or of a GGUF file, are quantized; None: they are not, or they
+    are read as floats (loading.scaled_floats).
 
     Raises ValueError, with the name of the field, for a quantization_config that is not supported.
     """
     if is_gguf(directory):
         return gguf_format(GgufFile.open(directory))
-    fields = config_fields(directory)
-    config = fields.get("quantization_config", fields.get("compression_config"))  # the older name of compressed-tensors
-    return None if config is None or is_for_cache_alone(config) else parse_format(config)
+    config = quantization_config(directory)
+    if config is None or is_for_cache_alone(config) or scaled_floats(config) is not None:
+        return None
+    return parse_format(config)
 
 
-def is_for_cache_alone(config: Any) -> bool:
+def is_for_cache_alone(config: Any) -> TypeGuard[dict[str, Any]]:
     """Whether a quantization_config, one of compressed-tensors, leaves the weights as they are."""
     if not isinstance(config, dict) or config.get("quant_method") != "compressed-tensors":
         return False
@@ -235,7 +238,7 @@ def parse_format(config: Any) -> CheckpointFormat:
     """What a quantization_config says of weights. Raises as `checkpoint_format` does."""
     if not isinstance(config, dict):
         raise ValueError(f"quantization_config: expected an object, got {config!r:.80}")
-    match expect(config, "quant_method", "compressed-tensors", "gptq", "awq"):
+    match expect(config, "quant_method", "compressed-tensors", "gptq", "awq", *METHODS):
         case "gptq":
             expect(config, "bits", 4)
             expect(config, "desc_act", False, default=False)
@@ -260,7 +263,7 @@ def compressed_format(config: dict[str, Any]) -> CheckpointFormat:
     if len(groups) != 1:
         raise ValueError(f"quantization_config: config_groups: expected one group of layers, got {len(groups)}")
     group = section(groups, next(iter(groups)))
-    layout = expect(config, "format", "int-quantized", "pack-quantized")
+    layout = expect(config, "format", "int-quantized", "pack-quantized", "float-quantized")
     expect(section(config, "sparsity_config"), "format", "dense", default="dense")
     expect(config, "transform_config", None, {}, default=None)
     expect(group, "output_activations", None, default=None)
@@ -282,23 +285,6 @@ def compressed_format(config: dict[str, Any]) -> CheckpointFormat:
     has_groups = expect(weights, "strategy", "group", "channel") == "group"
     symmetric = expect(weights, "symmetric", True, False, default=True)
     return CompressedInt4(group_size_of(weights) if has_groups else None, symmetric)
-
-
-def expect(config: dict[str, Any], name: str, *allowed: Any, default: Any = ()) -> Any:
-    """The value of a field, which must be one of `allowed`. By default the field must be there."""
-    value = config.get(name, default)
-    if value not in allowed:
-        got = "none" if value == () else repr(value)
-        raise ValueError(f"quantization_config: {name}: expected {' or '.join(map(str, allowed))}, got {got:.80}")
-    return value
-
-
-def section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """A field that is an object. If the field is null or not there, the object is empty."""
-    value = config.get(name) or {}
-    if not isinstance(value, dict):
-        raise ValueError(f"quantization_config: {name}: expected an object, got {value!r:.80}")
-    return value
 
 
 def sym_of(config: dict[str, Any]) -> bool | None:
