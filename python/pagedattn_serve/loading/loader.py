@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from pagedattn_serve.config import DTYPES, FP8_DTYPES, check_dtype, check_quantization
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, Tensors, open_checkpoint, warn_of_other_weights
+from pagedattn_serve.loading.checkpoint_formats import CheckpointFormat
 from pagedattn_serve.loading.directory import config_fields, model_directory, read_plain_config
 from pagedattn_serve.loading.dummy_weights import dummy_checkpoint
 from pagedattn_serve.loading.gguf_file import is_gguf
 from pagedattn_serve.loading.gguf_weights import GgufFormat, as_float
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
-from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, checkpoint_format
+from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
 from pagedattn_serve.loading.weights import lacks_head, load_weights, pack_as_stored, refuse_codes
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM

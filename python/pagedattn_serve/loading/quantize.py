@@ -24,10 +24,11 @@ from pagedattn_serve.loading.checkpoint_files import (
     open_checkpoint,
     warn_of_other_weights,
 )
+from pagedattn_serve.loading.checkpoint_formats import row_bytes
 from pagedattn_serve.loading.directory import directory_to_write, model_directory, read_json
 from pagedattn_serve.loading.gguf_file import is_gguf
 from pagedattn_serve.loading.loader import build_model
-from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, is_for_cache_alone, row_bytes
+from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, is_for_cache_alone
 from pagedattn_serve.loading.weights import HEAD, CheckpointTensors, checkpoint_shapes
 from pagedattn_serve.models.layers import TransposedLinear
 from pagedattn_serve.models.linear import give_back_freed_memory

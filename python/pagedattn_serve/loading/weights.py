@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from pagedattn_serve.errors import op_errors_about
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, Tensors, open_checkpoint
+from pagedattn_serve.loading.checkpoint_formats import CheckpointFormat
 from pagedattn_serve.loading.gguf_weights import Blocks, as_float, quantized_parts
 from pagedattn_serve.loading.kv_scales import is_kv_scale
-from pagedattn_serve.loading.quantized_checkpoint import CheckpointFormat, is_quantized, read_weight
+from pagedattn_serve.loading.quantized_checkpoint import is_quantized, read_weight
 from pagedattn_serve.models.causal_lm import CausalLM, misfit
 from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, linear_layers, quantized_linear
 from pagedattn_serve.models.native import NativeCausalLM

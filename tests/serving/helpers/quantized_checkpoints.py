@@ -46,6 +46,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptq-zeros-64": GPTQ | dict(sym=False, group_size=64),
     "gptq-row": GPTQ | dict(sym=False, group_size=-1),
     "gptq-v2": GPTQ | dict(sym=False, checkpoint_format="gptq_v2"),
+    "gptq-8-bits": GPTQ | dict(bits=8),
+    "gptq-8-bits-zeros": GPTQ | dict(bits=8, sym=False, checkpoint_format="gptq_v2"),
+    "gptq-act-order": GPTQ | dict(desc_act=True),
+    "int8-packed": compressed("pack-quantized", None, num_bits=8, strategy="channel"),
+    "int8-packed-zeros": compressed(
+        "pack-quantized", None, num_bits=8, strategy="group", group_size=32, symmetric=False
+    ),
+    "int4-act-order": compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, actorder="group"),
     "awq": AWQ,
     "awq-64": AWQ | dict(group_size=64, version="GEMM"),
 }
@@ -122,35 +130,41 @@ def quantize(weight: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor],
     """The tensors of a layer, by the ends of their names, and the weight that they mean."""
     method = config["quant_method"]
     arguments = config["config_groups"]["group_0"]["weights"] if method == "compressed-tensors" else config
-    if arguments.get("num_bits") == 8:
+    if config.get("format") == "int-quantized":
         scales = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
         codes = (weight / scales.float()).round().clamp(-128, 127)
         return dict(weight=codes.to(torch.int8), weight_scale=scales), codes * scales.float()
-    size = arguments["group_size"]
-    groups = weight.reshape(len(weight), -1, weight.shape[1] if size in (None, -1) else size)
+    size, bits = arguments["group_size"], arguments.get("bits", arguments.get("num_bits"))
+    most = (1 << bits) - 1
+    # With "act order", the inputs of a group do not lie beside each other.
+    is_in_order = not arguments.get("desc_act") and arguments.get("actorder") != "group"
+    places = torch.arange(weight.shape[1]) if is_in_order else torch.randperm(weight.shape[1])
+    groups = weight[:, places].reshape(len(weight), -1, weight.shape[1] if size in (None, -1) else size)
     if arguments.get("symmetric", arguments.get("sym", False)):
-        scales, zeros = (groups.abs().amax(-1) / 7).half(), torch.full(groups.shape[:2], 8)
+        scales, zeros = (groups.abs().amax(-1) / (most // 2)).half(), torch.full(groups.shape[:2], most // 2 + 1)
     else:
-        scales = ((groups.amax(-1) - groups.amin(-1)) / 15).half()
-        zeros = (-groups.amin(-1) / scales.float()).round().clamp(0, 15).int()
-    steps = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15)
-    meant = ((steps - zeros[..., None]) * scales.float()[..., None]).flatten(1)
-    codes = steps.int().flatten(1)
+        scales = ((groups.amax(-1) - groups.amin(-1)) / most).half()
+        zeros = (-groups.amin(-1) / scales.float()).round().clamp(0, most).int()
+    steps = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, most)
+    meant = ((steps - zeros[..., None]) * scales.float()[..., None]).flatten(1)[:, places.argsort()]
+    codes = steps.int().flatten(1)[:, places.argsort()]
+    order = (places.argsort() // groups.shape[2]).int()
     match method:
         case "gptq":
             offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
-            stored = (zeros - offset) % 16
-            order = torch.arange(weight.shape[1], dtype=torch.int32) // groups.shape[2]
-            packed = dict(qweight=pack(codes).t(), qzeros=pack(stored.t()), scales=scales.t(), g_idx=order)
+            stored = (zeros - offset) % (most + 1)
+            packed = dict(qweight=pack(codes, bits).t(), qzeros=pack(stored.t(), bits), scales=scales.t(), g_idx=order)
         case "awq":
             qweight, qzeros = (
                 pack(x.t().reshape(x.shape[1], -1, 8)[..., AWQ_ORDER].flatten(1)) for x in (codes, zeros)
             )
             packed = dict(qweight=qweight, qzeros=qzeros, scales=scales.t())
         case _:
-            packed = dict(weight_packed=pack(codes), weight_scale=scales, weight_shape=torch.tensor(weight.shape))
+            packed = dict(weight_packed=pack(codes, bits), weight_scale=scales, weight_shape=torch.tensor(weight.shape))
             if not arguments["symmetric"]:
-                packed["weight_zero_point"] = pack(zeros.t()).t()
+                packed["weight_zero_point"] = pack(zeros.t(), bits).t()
+            if not is_in_order:
+                packed["weight_g_idx"] = order
     return packed, meant
 
 
@@ -162,7 +176,7 @@ def dequantized(weight: QuantizedWeight) -> Tensor:
     return ((codes - weight.zeros[..., None]) * weight.scales[..., None].float()).flatten(1)
 
 
-def pack(codes: Tensor) -> Tensor:
-    """[n, 8 * k] numbers of four bits to int32 [n, k], the first in the lowest bits."""
-    words = (codes.reshape(len(codes), -1, 8).long() << torch.arange(0, 32, 4)).sum(-1)
+def pack(codes: Tensor, bits: int = 4) -> Tensor:
+    """[n, 32 / bits * k] numbers of so many bits to int32 [n, k], the first in the lowest bits."""
+    words = (codes.reshape(len(codes), -1, 32 // bits).long() << torch.arange(0, 32, bits)).sum(-1)
     return words.to(torch.uint32).view(torch.int32)

@@ -17,6 +17,7 @@ from quantized_checkpoints import (
     SHAPES,
     assert_same_tensors,
     compressed,
+    dequantized,
     linear_layers,
     matrix,
     pack,
@@ -28,11 +29,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pagedattn_serve.engine import LLMEngine
+from pagedattn_serve.loading.checkpoint_formats import Anew
 from pagedattn_serve.loading.loader import build_model, describe_linear_layers, linear_forms, load_model
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, parse_format
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
 from pagedattn_serve.models.partition import SlicedLinear
-from pagedattn_serve.models.quantization import Int4Weight
+from pagedattn_serve.models.quantization import Int4Weight, quantize_int8
 from pagedattn_serve.sampling_params import SamplingParams
 
 PROMPTS = [[5], [(3 * i) % 97 for i in range(30)]]
@@ -58,8 +60,9 @@ def change_weights(directory: Path, **changes: Tensor | None) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_weights_are_the_checkpoint_s(tmp_path: Path, name: str, config: str) -> None:
     """A row with a single one comes through its quantization, and shows the weights of an input."""
+    stored = parse_format(CONFIGS[config])
     meant = {
-        layer: matrix(module)
+        layer: dequantized(quantize_int8(matrix(module))) if isinstance(stored, Anew) else matrix(module)
         for layer, module in linear_layers(save_quantized(tmp_path, name, CONFIGS[config])).items()
     }
     plain, model = build_model(tmp_path), load_model(tmp_path)
@@ -68,7 +71,7 @@ def test_weights_are_the_checkpoint_s(tmp_path: Path, name: str, config: str) ->
         if not isinstance(layer, SlicedLinear) or layer_name == "lm_head":
             continue
         packed = model.get_submodule(layer_name)
-        assert type(packed) is (Int8Linear if config == "int8" else Int4Linear)
+        assert type(packed) is (Int8Linear if stored.QUANTIZATION == "int8" else Int4Linear)
         parts = layer.checkpoint_parts(layer_name)
         weight = torch.cat(layer.parts_from_checkpoint("codes", [meant[part] for part in parts]))
         with torch.inference_mode():
@@ -236,6 +239,21 @@ def test_zeros_of_a_head_that_is_not_symmetric(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "order", "message"),
+    [
+        ("gptq-act-order", None, "expected the group of each input, 0 to 1, got none"),
+        ("gptq-act-order", torch.full((64,), 2), "expected the group of each input, 0 to 1, got 2 to 2"),
+        ("gptq-8-bits", torch.arange(64) % 2, "expected groups in order, got a permutation of them"),
+    ],
+)
+def test_groups_of_inputs_that_do_not_fit(tmp_path: Path, config: str, order: Tensor | None, message: str) -> None:
+    save_quantized(tmp_path, "llama-gqa", CONFIGS[config])
+    change_weights(tmp_path, q_proj__g_idx=None if order is None else order.int())
+    with pytest.raises(ValueError, match=f"^model: cannot read {LAYER}.q_proj: g_idx: {message}$"):
+        load_model(tmp_path)
+
+
 def test_zeros_and_scales_of_compressed_tensors() -> None:
     """Of 12 outputs, whose zeros lie in two elements of eight. The scales are such as bf16 has, and fp16 has not."""
     stored = parse_format(CONFIGS["int4-zeros"])
@@ -257,9 +275,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(quant_method="hqq"), "quant_method: expected compressed-tensors or gptq or awq or fp8 or .*, got 'hqq'"),
     (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method: .*, got 'bitsandbytes'"),
     (dict(bits=4), "quant_method: .*, got none"),
-    (GPTQ | dict(bits=8), "bits: expected 4, got 8"),
-    (GPTQ | dict(bits=3), "bits: expected 4, got 3"),
-    (GPTQ | dict(desc_act=True), "desc_act: expected False, got True"),
+    (GPTQ | dict(bits=3), "bits: expected 4 or 8, got 3"),
+    (GPTQ | dict(desc_act="yes"), "desc_act: expected False or True, got 'yes'"),
     (GPTQ | dict(checkpoint_format="marlin"), "checkpoint_format: expected gptq or gptq_v2, got 'marlin'"),
     (GPTQ | dict(is_marlin_format=True), "is_marlin_format: expected False"),
     (GPTQ | dict(dynamic={"+:.*down_proj": {"bits": 8}}), "dynamic: expected None"),
@@ -292,11 +309,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "symmetric: expected True, got False",
     ),
     (compressed("int-quantized", ROWS_OF_8_BITS, num_bits=4, strategy="channel"), "num_bits: expected 8, got 4"),
-    (compressed("pack-quantized", None, num_bits=8, strategy="channel"), "num_bits: expected 4, got 8"),
+    (compressed("pack-quantized", None, num_bits=2, strategy="channel"), "num_bits: expected 4 or 8, got 2"),
     (compressed("pack-quantized", ROWS_OF_8_BITS, num_bits=4, strategy="group", group_size=32), "input_activations"),
     (
-        compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, actorder="group"),
-        "actorder: expected None or weight or static, got 'group'",
+        compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, actorder="row"),
+        "actorder: expected None or weight or static or group or dynamic, got 'row'",
     ),
     (
         compressed("pack-quantized", None, num_bits=4, strategy="group", group_size=32, symmetric="false"),
