@@ -19,8 +19,15 @@ from pagedattn_serve.loading.dummy_weights import dummy_checkpoint
 from pagedattn_serve.loading.gguf_file import is_gguf
 from pagedattn_serve.loading.gguf_weights import GgufFormat, as_float
 from pagedattn_serve.loading.kv_scales import KVScales, given_scales, is_kv_scale, scales_in_checkpoint
-from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format
-from pagedattn_serve.loading.weights import lacks_head, load_weights, pack_as_stored, refuse_codes
+from pagedattn_serve.loading.quantized_checkpoint import as_floats, checkpoint_format, whole_weights
+from pagedattn_serve.loading.scaled_floats import dtype_of
+from pagedattn_serve.loading.weights import (
+    lacks_head,
+    load_weights,
+    pack_as_stored,
+    pack_whole_weights,
+    refuse_codes,
+)
 from pagedattn_serve.models.bloom import BloomForCausalLM
 from pagedattn_serve.models.causal_lm import CausalLM
 from pagedattn_serve.models.experts import expert_inputs, pack_experts
@@ -120,13 +127,18 @@ def load_model(
     else:
         with OpenFiles() as open_files:
             in_files = open_checkpoint(directory, open_files) if dummies is None else dummies
-            tensors = {name: as_float(read()) for name, read in in_files.items()}
+            of_floats = in_files
+            if isinstance(stored, CheckpointFormat):
+                of_floats = as_floats(in_files, stored, dtype_of(config_fields(directory)))
+            tensors = {name: as_float(read()) for name, read in of_floats.items()}
             tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
             for name, tensor in tensors.items():
                 if name.endswith("weight"):  # others may be masks and positions
                     refuse_codes(name, tensor)
             model.load_weights(tensors, directory, device, on_loading)
             del tensors
+            if isinstance(stored, CheckpointFormat):
+                pack_whole_weights(model, whole_weights(in_files, stored))
     if forms is not None and isinstance(stored, GgufFormat):
         prefix = "" if isinstance(model, NativeCausalLM) else "model."
         with OpenFiles() as open_files:
@@ -161,17 +173,12 @@ def build_model(
     config = read_config(directory)
     architecture = (config.architectures or ["none"])[0]
     stored = checkpoint_format(directory)
-    if isinstance(stored, CheckpointFormat) and architecture not in NATIVE:
-        raise ArgumentError(
-            "quantization_config",
-            f"none, as {architecture} runs through transformers, where quantized weights are not supported",
-        )
     vars(config).pop("quantization_config", None)  # transformers would look for quantized weights
     of_checkpoint = config.dtype if hasattr(config, "dtype") else config.torch_dtype
     if of_checkpoint is None and hasattr(config, "text_config"):  # a model that takes more than texts
         of_checkpoint = config.text_config.dtype
     torch_dtype = choose_dtype(dtype, of_checkpoint)
-    if stored is not None:
+    if isinstance(stored, GgufFormat) or (stored is not None and architecture in NATIVE):
         partition = replace(partition, group_size=stored.inputs_per_rank)
     with torch.device("meta"):
         if architecture in NATIVE:

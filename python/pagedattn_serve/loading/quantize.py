@@ -68,7 +68,7 @@ def quantize_checkpoint(model: str | PathLike[str], out: str | PathLike[str], fo
     if not isinstance(network, NativeCausalLM):
         raise ArgumentError(
             "model",
-            "a family that has a file here, as quantized checkpoints of others cannot run",
+            "a family that has a file here, as others run through transformers",
             network.architecture,
         )
     if all(stays(network, name, layer, format) for name, layer in sliced_layers(network).items()):

@@ -5,10 +5,12 @@ not quantize (mostly lm_head).
 """
 
 from collections.abc import Callable, Container
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from pagedattn_serve.loading.checkpoint_formats import (
@@ -20,13 +22,15 @@ from pagedattn_serve.loading.checkpoint_formats import (
     GptqAnew,
     PackedAnew,
     PackedInt8,
+    unpack_nibbles,
 )
 from pagedattn_serve.loading.gguf_file import GgufFile, is_gguf
 from pagedattn_serve.loading.gguf_weights import GgufFormat, gguf_format
+from pagedattn_serve.loading.kv_scales import is_kv_scale
 from pagedattn_serve.loading.quantization_config import expect, quantization_config, section
 from pagedattn_serve.loading.scaled_floats import METHODS, scaled_floats
 from pagedattn_serve.models.partition import Share, SlicedLinear, everything
-from pagedattn_serve.models.quantization import CODES_PER_INT32, QuantizedWeight
+from pagedattn_serve.models.quantization import CODES_PER_INT32, Int4Weight, QuantizedWeight, dequantized
 
 # ---- what config.json says ------------------------------------------------------------------------------------------
 
@@ -182,3 +186,53 @@ def read_weight(
         return None
     by_kind = {kind: layer.parts_from_checkpoint(kind, [held[kind] for held in weights]) for kind in weights[0]}
     return [type(weight)(*tensors) for tensors in zip(*by_kind.values(), strict=True)]
+
+
+# ---- models that run through transformers ---------------------------------------------------------------------------
+
+Reads = dict[str, Callable[[], Tensor]]  # of tensors, by name
+
+
+def whole_weights(tensors: Reads, format: CheckpointFormat) -> dict[str, Callable[[], QuantizedWeight]]:
+    """What reads the weight of a layer, for each layer that is quantized, by its name in the checkpoint."""
+    marker = f".{format.MARKER}"
+    of_layers: dict[str, Reads] = {name.removesuffix(marker): {} for name in tensors if name.endswith(marker)}
+    for name, read in tensors.items():
+        layer, _, suffix = name.rpartition(".")
+        if layer in of_layers:
+            of_layers[layer][suffix] = read
+    return {layer: partial(whole_weight, layer, reads, format) for layer, reads in of_layers.items()}
+
+
+def whole_weight(name: str, reads: Reads, format: CheckpointFormat) -> QuantizedWeight:
+    """With codes in bytes. Raises ValueError for tensors that do not fit each other."""
+    tensors = {suffix: read() for suffix, read in reads.items()}
+    try:
+        weight = format.unpack(tensors)
+        if isinstance(weight, Int4Weight) and weight.codes.dtype == torch.int32:
+            weight = replace(weight, codes=unpack_nibbles("codes", weight.codes))
+        num_outputs, num_inputs = weight.codes.shape
+        for suffix, shares in format.shapes(everything(num_outputs), everything(num_inputs)).items():
+            shape = [share.whole for share in shares]
+            if suffix in tensors and list(tensors[suffix].shape) != shape:
+                raise ValueError(f"{suffix}: expected {shape}, got {list(tensors[suffix].shape)}")
+    except KeyError as error:
+        raise ValueError(f"model: cannot read {name}: missing {error.args[0]}") from None
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise ValueError(f"model: cannot read {name}: {error}") from None
+    return weight
+
+
+def as_floats(tensors: Reads, format: CheckpointFormat, dtype: torch.dtype) -> Reads:
+    """The tensors with the weights of quantized layers as floats, which transformers can load."""
+    weights = whole_weights(tensors, format)
+    others = {
+        name: read
+        for name, read in tensors.items()
+        if name.rpartition(".")[0] not in weights or name.endswith(".bias") or is_kv_scale(name)
+    }
+    return others | {f"{layer}.weight": partial(read_floats, read, dtype) for layer, read in weights.items()}
+
+
+def read_floats(read: Callable[[], QuantizedWeight], dtype: torch.dtype) -> Tensor:
+    return dequantized(read()).to(dtype)

@@ -1,7 +1,7 @@
 """Puts the tensors of a checkpoint into a native model."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,29 @@ def pack_as_stored(model: CausalLM, tensors: Tensors, forms: LinearForms) -> Non
                 bias = None if linear.bias is None else linear.bias.detach()
                 model.set_submodule(name, quantized_linear(quantized, bias))
                 give_back_freed_memory()
+
+
+def pack_whole_weights(model: CausalLM, weights: dict[str, Callable[[], QuantizedWeight]]) -> None:
+    """Give linear layers of a model that transformers has loaded the weights that a checkpoint has quantized. A layer
+    that transformers makes of others, or of which a rank has a slice, keeps its floats.
+
+    weights: what reads them, by the names of layers in the checkpoint.
+    """
+    packed = set()
+    for name, linear in linear_layers(model).items():
+        own_name = name.removeprefix("model.")
+        if own_name not in weights:
+            continue
+        weight = weights[own_name]()
+        if weight.codes.shape == linear.weight.shape:
+            bias = None if linear.bias is None else linear.bias.detach()
+            with op_errors_about(f"model: cannot read {own_name}"):
+                model.set_submodule(name, quantized_linear([weight], bias))
+            packed.add(own_name)
+            give_back_freed_memory()
+    if left := sorted(weights.keys() - packed):
+        text = "%d of %d layers that the checkpoint has quantized are floats here, such as %s"
+        logger.warning(text, len(left), len(weights), left[0])
 
 
 def lacks_head(model: NativeCausalLM, directory: Path) -> bool:

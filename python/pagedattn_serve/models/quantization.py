@@ -48,6 +48,14 @@ class Int4Weight:
 QuantizedWeight = Int8Weight | Int4Weight
 
 
+def dequantized(weight: QuantizedWeight) -> Tensor:
+    """fp32 [out_features, in_features]. weight: in 4 bits, with its codes in uint8."""
+    if isinstance(weight, Int8Weight):
+        return weight.codes * weight.scales[:, None]
+    codes = weight.codes.reshape(*weight.scales.shape, -1).float()
+    return ((codes - weight.zeros[..., None]) * weight.scales[..., None].float()).flatten(1)
+
+
 def quantizable(weight: Tensor) -> Tensor:
     """The weight in a dtype that can be quantized: its own, or fp32.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from checkpoints import VARIANTS, Checkpoint, greedy_reference, make_model
 from engine_runs import finish_all, run, token_ids
-from quantized_checkpoints import dequantized, linear_layers, matrix, quantize_inputs, set_matrix
+from quantized_checkpoints import linear_layers, matrix, quantize_inputs, set_matrix
 from torch import nn
 from transformers import AutoModelForCausalLM, Olmo2Config
 
@@ -16,7 +16,7 @@ from pagedattn_serve.cli import main
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.llm import LLM
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
-from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
+from pagedattn_serve.models.quantization import dequantized, quantize_int4, quantize_int8
 from pagedattn_serve.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=2)

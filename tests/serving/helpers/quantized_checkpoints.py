@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from pagedattn_serve.models.quantization import Int8Weight, QuantizedWeight
-
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 # Sizes that groups of 32 divide.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -71,7 +69,16 @@ def save_quantized(
 
     Returns the model with the weights that the checkpoint stands for.
     """
-    model = make_model(name, **{**SHAPES[name], **overrides})
+    return save_quantized_model(make_model(name, **{**SHAPES[name], **overrides}), directory, config, leave)
+
+
+def save_quantized_model(
+    model: PreTrainedModel,
+    directory: Path,
+    config: dict[str, Any],
+    leave: Callable[[str], bool] = lambda name: False,
+) -> PreTrainedModel:
+    """As `save_quantized`, of any model."""
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     for layer_name, layer in linear_layers(model).items():
@@ -166,14 +173,6 @@ def quantize(weight: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor],
             if not is_in_order:
                 packed["weight_g_idx"] = order
     return packed, meant
-
-
-def dequantized(weight: QuantizedWeight) -> Tensor:
-    """fp32 [out_features, in_features]. weight: in 4 bits with its codes in uint8."""
-    if isinstance(weight, Int8Weight):
-        return weight.codes * weight.scales[:, None]
-    codes = weight.codes.reshape(*weight.scales.shape, -1).float()
-    return ((codes - weight.zeros[..., None]) * weight.scales[..., None].float()).flatten(1)
 
 
 def pack(codes: Tensor, bits: int = 4) -> Tensor:

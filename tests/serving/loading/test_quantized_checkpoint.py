@@ -17,16 +17,18 @@ from quantized_checkpoints import (
     SHAPES,
     assert_same_tensors,
     compressed,
-    dequantized,
     linear_layers,
     matrix,
     pack,
     quantize,
     quantize_inputs,
     save_quantized,
+    save_quantized_model,
+    set_matrix,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.checkpoint_formats import Anew
@@ -34,7 +36,7 @@ from pagedattn_serve.loading.loader import build_model, describe_linear_layers, 
 from pagedattn_serve.loading.quantized_checkpoint import checkpoint_format, parse_format
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
 from pagedattn_serve.models.partition import SlicedLinear
-from pagedattn_serve.models.quantization import Int4Weight, quantize_int8
+from pagedattn_serve.models.quantization import Int4Weight, dequantized, quantize_int8
 from pagedattn_serve.sampling_params import SamplingParams
 
 PROMPTS = [[5], [(3 * i) % 97 for i in range(30)]]
@@ -92,6 +94,79 @@ def test_greedy_tokens_are_those_of_plain_torch(tmp_path: Path, name: str, confi
     expected = [greedy_reference(reference, prompt, 24) for prompt in PROMPTS]
     params = SamplingParams(temperature=0, max_tokens=24)
     assert token_ids(run(LLMEngine(tmp_path), PROMPTS, params)) == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config"),
+    [("gemma2", "gptq-zeros-64"), ("phi3", "awq"), ("phi3", "int8"), ("olmo2", "int4"), ("granite", "gptq-act-order")],
+)
+def test_models_that_run_through_transformers(tmp_path: Path, model_type: str, config: str) -> None:
+    """Tokens, as above. Layers are as the checkpoint has them."""
+    torch.manual_seed(0)
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    others = dict(num_key_value_heads=2, vocab_size=97, eos_token_id=None, pad_token_id=0, initializer_range=0.2)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape, **others)).eval()
+    meant = save_quantized_model(model, tmp_path, CONFIGS[config])
+    stored = parse_format(CONFIGS[config])
+    for name, layer in linear_layers(meant).items():
+        if isinstance(stored, Anew) and name != "lm_head":
+            set_matrix(layer, dequantized(quantize_int8(matrix(layer))))
+    reference = quantize_inputs(
+        meant,
+        lambda name, layer: (
+            None if name == "lm_head" else matrix(layer).shape[1] if stored.QUANTIZATION == "int8" else 32
+        ),
+    )
+    expected = [greedy_reference(reference, prompt, 24) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    engine = LLMEngine(tmp_path)
+    assert token_ids(run(engine, PROMPTS, params)) == expected
+    kinds = [type(layer) for layer in engine.model_runner.model.modules()]
+    kind = Int8Linear if stored.QUANTIZATION == "int8" else Int4Linear
+    assert kinds.count(kind) == len(linear_layers(meant)) - 1
+
+
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_experts_are_floats_or_quantized_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quantization: str | None
+) -> None:
+    """As transformers makes one tensor of them all. The log says so."""
+    config = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    meant = dict(tensors)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        packed, meant[name] = quantize(tensors.pop(name), GPTQ)
+        tensors |= {name.replace("weight", suffix): tensor.contiguous() for suffix, tensor in packed.items()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    change_config(tmp_path, quantization_config=GPTQ)
+    loaded = load_model(tmp_path, quantization=quantization)
+    assert "24 of 32 layers that the checkpoint has quantized are floats here, such as model.layers" in caplog.text
+    assert sum(isinstance(layer, Int4Linear) for layer in loaded.modules()) == 8
+    experts = {type(layer).__name__ for layer in loaded.modules() if "Experts" in type(layer).__name__}
+    assert experts == {"Experts"} | ({"Int4Experts"} if quantization else {"PackedExperts"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(q_proj__scales=torch.ones(3, 64)), r"scales: expected \[2, 64\], got \[3, 64\]"),
+        (dict(q_proj__qzeros=None), "missing qzeros"),
+        (dict(q_proj__qweight=torch.ones(8, 64)), "qweight: expected torch.int32, got torch.float32"),
+    ],
+)
+def test_tensors_that_do_not_fit_each_other(tmp_path: Path, changes: dict[str, Tensor | None], message: str) -> None:
+    """Of a model that runs through transformers."""
+    shape = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("granite", **shape))
+    save_quantized_model(model, tmp_path, GPTQ)
+    change_weights(tmp_path, **changes)
+    with pytest.raises(ValueError, match=f"^model: cannot read {LAYER}.q_proj: {message}$"):
+        load_model(tmp_path)
 
 
 def test_layers_that_are_left_as_they_are(tmp_path: Path) -> None:

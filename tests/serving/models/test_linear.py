@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from quantized_checkpoints import dequantized
 from reference import int8_rows
 from torch import Tensor, nn
 
@@ -18,7 +17,7 @@ from pagedattn_serve.models.linear import (
     PackedLinear,
     pack_linear_layers,
 )
-from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
+from pagedattn_serve.models.quantization import dequantized, quantize_int4, quantize_int8
 
 GROWTH = """
 from pathlib import Path

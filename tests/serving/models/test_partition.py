@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from quantized_checkpoints import (
     CONFIGS,
     SHAPES,
-    dequantized,
     int8_rows,
     linear_layers,
     matrix,
@@ -46,7 +45,7 @@ from pagedattn_serve.models.causal_lm import (
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear, PackedLinear
 from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import Partition, Share, one_after_another, split
-from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
+from pagedattn_serve.models.quantization import dequantized, quantize_int4, quantize_int8
 
 NUM_TOKENS = 16
 BLOCK_SIZE = 16

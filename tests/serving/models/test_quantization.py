@@ -4,10 +4,9 @@ import re
 
 import pytest
 import torch
-from quantized_checkpoints import dequantized
 from torch import Tensor
 
-from pagedattn_serve.models.quantization import quantize_int4, quantize_int8
+from pagedattn_serve.models.quantization import dequantized, quantize_int4, quantize_int8
 
 SHAPES = [(1, 32), (7, 64), (300, 1024), (3, 1 << 17)]
 

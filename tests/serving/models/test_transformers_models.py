@@ -544,14 +544,6 @@ def test_transformers_that_is_too_old(tmp_path: Path, monkeypatch: pytest.Monkey
     expect_refusal(tmp_path, architecture, "that takes transformers 5.19")
 
 
-def test_quantized_checkpoints_are_refused(tmp_path: Path) -> None:
-    config = dict(quant_method="gptq", bits=4, group_size=32)
-    architecture = save_config(tmp_path, "olmo2", **SHAPE, quantization_config=config)
-    message = f"quantization_config: expected none, as {architecture} runs through transformers"
-    with pytest.raises(ValueError, match=message):
-        build_model(str(tmp_path))
-
-
 def test_scales_of_a_quantized_cache_are_no_quantized_weights(save: Save) -> None:
     """transformers would ask for the package of the format."""
     path, _ = save("olmo2")
