@@ -125,20 +125,7 @@ def load_model(
         of_layers = stored if isinstance(stored, CheckpointFormat) else None
         load_weights(model, directory, device, of_layers, forms, on_loading, dummies)
     else:
-        with OpenFiles() as open_files:
-            in_files = open_checkpoint(directory, open_files) if dummies is None else dummies
-            of_floats = in_files
-            if isinstance(stored, CheckpointFormat):
-                of_floats = as_floats(in_files, stored, dtype_of(config_fields(directory)))
-            tensors = {name: as_float(read()) for name, read in of_floats.items()}
-            tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-            for name, tensor in tensors.items():
-                if name.endswith("weight"):  # others may be masks and positions
-                    refuse_codes(name, tensor)
-            model.load_weights(tensors, directory, device, on_loading)
-            del tensors
-            if isinstance(stored, CheckpointFormat):
-                pack_whole_weights(model, whole_weights(in_files, stored))
+        load_through_transformers(model, directory, device, stored, on_loading, dummies)
     if forms is not None and isinstance(stored, GgufFormat):
         prefix = "" if isinstance(model, NativeCausalLM) else "model."
         with OpenFiles() as open_files:
@@ -153,6 +140,36 @@ def load_model(
     model.to(device).requires_grad_(False).eval()  # tensors that did not come from the checkpoint move now
     look_up_directly(model)
     return model
+
+
+def load_through_transformers(
+    model: "TransformersCausalLM",
+    directory: Path,
+    device: str,
+    stored: CheckpointFormat | GgufFormat | None,
+    on_loading: Report | None,
+    dummies: Tensors | None,
+) -> None:
+    """Floats first, which transformers knows. Then linear layers get the weights that the checkpoint has quantized; of
+    a GGUF file later, as native models do."""
+    with OpenFiles() as open_files:
+        in_files = open_checkpoint(directory, open_files) if dummies is None else dummies
+        of_floats = in_files
+        if isinstance(stored, CheckpointFormat):
+            of_floats = as_floats(in_files, stored, dtype_of(config_fields(directory)))
+        tensors = {name: as_float(read()) for name, read in of_floats.items()}
+        tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        for name, tensor in tensors.items():
+            if name.endswith("weight"):  # others may be masks and positions
+                refuse_codes(name, tensor)
+        model.load_weights(tensors, directory, device, on_loading)
+        del tensors
+        if isinstance(stored, CheckpointFormat):
+            weights = whole_weights(in_files, stored)
+            left = pack_whole_weights(model, weights)
+            if left and model.partition.rank == 0:  # once
+                text = "%d of %d layers that the checkpoint has quantized are floats here, such as %s"
+                logger.warning(text, len(left), len(weights), left[0])
 
 
 def look_up_directly(model: nn.Module) -> None:

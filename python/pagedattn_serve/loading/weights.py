@@ -90,9 +90,10 @@ def pack_as_stored(model: CausalLM, tensors: Tensors, forms: LinearForms) -> Non
                 give_back_freed_memory()
 
 
-def pack_whole_weights(model: CausalLM, weights: dict[str, Callable[[], QuantizedWeight]]) -> None:
+def pack_whole_weights(model: CausalLM, weights: dict[str, Callable[[], QuantizedWeight]]) -> list[str]:
     """Give linear layers of a model that transformers has loaded the weights that a checkpoint has quantized. A layer
-    that transformers makes of others, or of which a rank has a slice, keeps its floats.
+    that transformers makes of others, or of which a rank has a slice, keeps its floats. Returns the names of such
+    layers in the checkpoint.
 
     weights: what reads them, by the names of layers in the checkpoint.
     """
@@ -108,9 +109,7 @@ def pack_whole_weights(model: CausalLM, weights: dict[str, Callable[[], Quantize
                 model.set_submodule(name, quantized_linear([weight], bias))
             packed.add(own_name)
             give_back_freed_memory()
-    if left := sorted(weights.keys() - packed):
-        text = "%d of %d layers that the checkpoint has quantized are floats here, such as %s"
-        logger.warning(text, len(left), len(weights), left[0])
+    return sorted(weights.keys() - packed)
 
 
 def lacks_head(model: NativeCausalLM, directory: Path) -> bool:
