@@ -37,6 +37,7 @@ from pagedattn_serve.models.llama import LlamaForCausalLM
 from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.opt import OPTForCausalLM
 from pagedattn_serve.models.partition import SINGLE, Partition
+from pagedattn_serve.models.quantization import QuantizedWeight
 from pagedattn_serve.progress import Report
 
 if TYPE_CHECKING:
@@ -154,9 +155,11 @@ def load_through_transformers(
     a GGUF file later, as native models do."""
     with OpenFiles() as open_files:
         in_files = open_checkpoint(directory, open_files) if dummies is None else dummies
-        of_floats = in_files
+        weights: dict[str, Callable[[], QuantizedWeight]] = {}
+        dtype, of_floats = model.dtype, in_files
         if isinstance(stored, CheckpointFormat):
-            of_floats = as_floats(in_files, stored, dtype_of(config_fields(directory)))
+            weights, dtype = whole_weights(in_files, stored), dtype_of(config_fields(directory))
+            of_floats = as_floats(in_files, weights, dtype)
         tensors = {name: as_float(read()) for name, read in of_floats.items()}
         tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
         for name, tensor in tensors.items():
@@ -164,12 +167,10 @@ def load_through_transformers(
                 refuse_codes(name, tensor)
         model.load_weights(tensors, directory, device, on_loading)
         del tensors
-        if isinstance(stored, CheckpointFormat):
-            weights = whole_weights(in_files, stored)
-            left = pack_whole_weights(model, weights)
-            if left and model.partition.rank == 0:  # once
-                text = "%d of %d layers that the checkpoint has quantized are floats here, such as %s"
-                logger.warning(text, len(left), len(weights), left[0])
+        left = pack_whole_weights(model, weights, dtype)
+        if left and model.partition.rank == 0:  # once
+            text = "%d of %d layers that the checkpoint has quantized are floats here, such as %s"
+            logger.warning(text, len(left), len(weights), left[0])
 
 
 def look_up_directly(model: nn.Module) -> None:

@@ -223,9 +223,8 @@ def whole_weight(name: str, reads: Reads, format: CheckpointFormat) -> Quantized
     return weight
 
 
-def as_floats(tensors: Reads, format: CheckpointFormat, dtype: torch.dtype) -> Reads:
-    """The tensors with the weights of quantized layers as floats, which transformers can load."""
-    weights = whole_weights(tensors, format)
+def as_floats(tensors: Reads, weights: dict[str, Callable[[], QuantizedWeight]], dtype: torch.dtype) -> Reads:
+    """The tensors with these weights as floats, which transformers can load. weights: of `whole_weights`."""
     others = {
         name: read
         for name, read in tensors.items()

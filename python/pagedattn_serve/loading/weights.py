@@ -19,7 +19,7 @@ from pagedattn_serve.models.causal_lm import CausalLM, misfit
 from pagedattn_serve.models.linear import LinearForms, give_back_freed_memory, linear_layers, quantized_linear
 from pagedattn_serve.models.native import NativeCausalLM
 from pagedattn_serve.models.partition import Share, SlicedEmbedding, SlicedLinear, everything
-from pagedattn_serve.models.quantization import QuantizedWeight, quantizable
+from pagedattn_serve.models.quantization import QuantizedWeight, dequantized, quantizable
 from pagedattn_serve.progress import Report, reported
 
 # Packed layers take weights of any dtype, so 16-bit weights keep theirs, whatever the model's.
@@ -90,26 +90,37 @@ def pack_as_stored(model: CausalLM, tensors: Tensors, forms: LinearForms) -> Non
                 give_back_freed_memory()
 
 
-def pack_whole_weights(model: CausalLM, weights: dict[str, Callable[[], QuantizedWeight]]) -> list[str]:
+def pack_whole_weights(
+    model: CausalLM, weights: dict[str, Callable[[], QuantizedWeight]], dtype: torch.dtype
+) -> list[str]:
     """Give linear layers of a model that transformers has loaded the weights that a checkpoint has quantized. A layer
     that transformers makes of others, or of which a rank has a slice, keeps its floats. Returns the names of such
     layers in the checkpoint.
 
-    weights: what reads them, by the names of layers in the checkpoint.
+    weights: what reads them, by the names of layers in the checkpoint, where transformers may call them otherwise:
+        equal floats say which layer is which. dtype: in which transformers got the floats.
     """
-    packed = set()
+    by_place: dict[str, list[str]] = {}
+    for name in weights:
+        by_place.setdefault(place_of(name), []).append(name)
+    left = set(weights)
     for name, linear in linear_layers(model).items():
-        own_name = name.removeprefix("model.")
-        if own_name not in weights:
-            continue
-        weight = weights[own_name]()
-        if weight.codes.shape == linear.weight.shape:
-            bias = None if linear.bias is None else linear.bias.detach()
-            with op_errors_about(f"model: cannot read {own_name}"):
-                model.set_submodule(name, quantized_linear([weight], bias))
-            packed.add(own_name)
-            give_back_freed_memory()
-    return sorted(weights.keys() - packed)
+        for stored_name in left.intersection(by_place.get(place_of(name.removeprefix("model.")), ())):
+            weight = weights[stored_name]()
+            if torch.equal(dequantized(weight).to(dtype).to(linear.weight.dtype), linear.weight):
+                bias = None if linear.bias is None else linear.bias.detach()
+                with op_errors_about(f"model: cannot read {stored_name}"):
+                    model.set_submodule(name, quantized_linear([weight], bias))
+                left.discard(stored_name)
+                give_back_freed_memory()
+                break
+    return sorted(left)
+
+
+def place_of(name: str) -> str:
+    """What is the same in all names of a layer: its place in the stack of layers."""
+    _, is_in_stack, place = name.partition("layers.")
+    return place if is_in_stack else name
 
 
 def lacks_head(model: NativeCausalLM, directory: Path) -> bool:

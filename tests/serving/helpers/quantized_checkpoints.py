@@ -92,6 +92,16 @@ def save_quantized_model(
     return model
 
 
+def quantize_saved(directory: Path, config: dict[str, Any], are_quantized: Callable[[str], bool]) -> None:
+    """Quantize the weights of a checkpoint that have such names."""
+    tensors = load_file(directory / "model.safetensors")
+    for name in filter(are_quantized, list(tensors)):
+        packed, _ = quantize(tensors.pop(name), config)
+        tensors |= {name.removesuffix("weight") + suffix: tensor.contiguous() for suffix, tensor in packed.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    change_config(directory, quantization_config=config)
+
+
 def quantize_inputs(model: PreTrainedModel, group_size: Callable[[str, nn.Module], int | None]) -> PreTrainedModel:
     """A copy of the model whose linear layers see rows of 8 bits, a scale for each group; None: of 32 bits."""
     model = copy.deepcopy(model)

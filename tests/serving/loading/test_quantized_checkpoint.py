@@ -22,13 +22,14 @@ from quantized_checkpoints import (
     pack,
     quantize,
     quantize_inputs,
+    quantize_saved,
     save_quantized,
     save_quantized_model,
     set_matrix,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.checkpoint_formats import Anew
@@ -126,6 +127,20 @@ def test_models_that_run_through_transformers(tmp_path: Path, model_type: str, c
     assert kinds.count(kind) == len(linear_layers(meant)) - 1
 
 
+def test_layers_that_transformers_calls_otherwise(tmp_path: Path) -> None:
+    """The text part of a model that sees images, whose layers have the places of the text's layers."""
+    text = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, vocab_size=97)
+    images = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, image_size=28)
+    images |= dict(patch_size=14)
+    ids = dict(image_token_index=96, boi_token_index=95, eoi_token_index=94, mm_tokens_per_image=4)
+    fields = dict(text_config=text | dict(num_key_value_heads=4, head_dim=16), vision_config=images)
+    Gemma3ForConditionalGeneration(Gemma3Config(**fields, **ids)).save_pretrained(tmp_path)
+    quantize_saved(tmp_path, GPTQ, lambda name: "language_model" in name and name.endswith("proj.weight"))
+    layers = dict(load_model(tmp_path).named_modules())
+    packed = {name for name, layer in layers.items() if isinstance(layer, Int4Linear)}
+    assert len(packed) == 7 and all(name.startswith("model.model.language_model.layers.0") for name in packed)
+
+
 @pytest.mark.parametrize("quantization", [None, "int4"])
 def test_experts_are_floats_or_quantized_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, quantization: str | None
@@ -135,15 +150,8 @@ def test_experts_are_floats_or_quantized_anew(
         "qwen3_moe", vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
     )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    meant = dict(tensors)
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        packed, meant[name] = quantize(tensors.pop(name), GPTQ)
-        tensors |= {name.replace("weight", suffix): tensor.contiguous() for suffix, tensor in packed.items()}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    change_config(tmp_path, quantization_config=GPTQ)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    quantize_saved(tmp_path, GPTQ, lambda name: name.endswith("proj.weight"))
     loaded = load_model(tmp_path, quantization=quantization)
     assert "24 of 32 layers that the checkpoint has quantized are floats here, such as model.layers" in caplog.text
     assert sum(isinstance(layer, Int4Linear) for layer in loaded.modules()) == 8
