@@ -115,6 +115,18 @@ def test_output_past_the_caches(device, several_threads, name, dtype):
     assert_row_gap_untouched(out)
 
 
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize(("first", "gap"), [(1, 0), (0, 1)], ids=str)
+def test_large_output_off_the_cache_lines(device, first, gap):
+    """Stores that bypass the caches need whole vectors at aligned addresses, in every row."""
+    input = normal(2200, 1024, dtype=torch.float32, device=device)
+    memory = torch.full((2200 * 1025 + 32,), math.nan)
+    line = -memory.data_ptr() % 64 // memory.element_size()
+    out = memory.as_strided((2200, 1024), (1024 + gap, 1), line + first)
+    OPS.gelu_new(out, input)
+    assert_same_bits(out.contiguous(), run("gelu_new", input))
+
+
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 7, 1023])
@@ -200,6 +212,11 @@ ERRORS = {
     "out width": ("out", ValueError, lambda a: {"out": torch.zeros(3, 5)}),
     "out dtype": ("out", TypeError, lambda a: {"out": a["out"].half()}),
     "out not dense in a row": ("out", ValueError, lambda a: {"out": a["out"].T.contiguous().T}),
+    "out rows overlap": (
+        "out",
+        ValueError,
+        lambda a: {"out": a["out"].as_strided(a["out"].shape, (a["out"].shape[1] - 1, 1))},
+    ),
 }
 
 

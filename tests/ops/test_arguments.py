@@ -16,8 +16,10 @@ from checks import assert_raises_and_writes_nothing, assert_same_bits, for_wrapp
 from op_calls import (
     ATTENTION,
     CALLS,
+    LINEAR,
     OPS,
     PACKING,
+    QUANTIZING,
     SAMPLING,
     SCHEMA_OF,
     call_wrapper,
@@ -113,6 +115,129 @@ def test_the_type_of_an_error_is_marked(call):
             assert "(TypeError)" not in str(of_the_wrapper.value) and "(ValueError)" not in str(of_the_wrapper.value)
     has_values = any(isinstance(valid, (int, float, str)) for valid in arguments.values())
     assert kinds >= {"type", "dtype", "shape", "strides"} | ({"value"} if has_values else set())
+
+
+# Sizes that an op takes, one smaller ("-") or larger ("+") than in CALLS, in these dimensions: numbers of rows, blocks,
+# slots and columns that no other argument says, and widths within what a packed weight is padded to. And whether there
+# may be a dimension less or more.
+FREE_SIZES = {
+    **{(op, "block_tables"): "+1" for op in (*ATTENTION, "append_and_attend", "mla_attention")},
+    **{(op, "query"): "+dim" for op in ("paged_attention", "append_and_attend")},
+    ("reshape_and_cache_flash", "slot_mapping"): "-0",
+    ("concat_and_cache_mla", "kv_c"): "+0",
+    ("concat_and_cache_mla", "k_pe"): "+0",
+    ("concat_and_cache_mla", "kv_cache"): "-0 +0 -1 +1",
+    ("concat_and_cache_mla", "slot_mapping"): "-0",
+    ("copy_blocks", "key_caches"): "-1 +1 -2 +2 -3 +3 -4 +4",
+    ("copy_blocks", "value_caches"): "-1 +1 -2 +2 -3 +3",
+    ("copy_blocks", "block_mapping"): "-0",
+    ("swap_blocks", "src"): "-0 +0",
+    ("swap_blocks", "dst"): "+0",
+    ("swap_blocks", "block_mapping"): "-0",
+    ("compute_slot_mapping", "block_tables"): "+0 +1",
+    ("rotary_embedding", "key"): "-2 +2",
+    ("rotary_embedding", "cos_sin_cache"): "+0",
+    ("rotary_embedding_neox", "cos_sin_cache"): "+0",
+    ("linear_packed", "input"): "-0 +0 -dim +dim",
+    ("linear_int4", "input"): "-0 +0 -dim +dim",
+    ("linear_int8", "input"): "-0 +0 -1 +1 -dim +dim",
+    ("grouped_linear_int8", "input"): "-1 +1",
+    ("pack_linear_weight", "weight"): "-0 +0",
+    ("pack_linear_weight_int8", "weight"): "-0 +0 -1 +1",
+    ("apply_token_bitmask", "logits"): "+0 -1 +1",
+    ("apply_token_bitmask", "bitmask"): "+1",
+    ("sample_from_probs", "probs"): "-1 +1",
+    ("causal_conv1d", "conv_states"): "-0 +0 +2",
+    ("causal_conv1d", "weight"): "-1",
+    ("gated_delta_rule", "states"): "-0 +0",
+    ("selective_scan", "states"): "-0 +0",
+    ("all_reduce_shared", "input"): "-0 +0 -1 +1 -dim +dim",
+}
+
+
+def resized(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Without the last index of a dimension, and with the last one twice; without the first dimension, and with one
+    before it."""
+    for dim, size in enumerate(tensor.shape):
+        if size > 1:
+            yield f"-{dim}", tensor.narrow(dim, 0, size - 1).contiguous()
+        if size > 0:
+            yield f"+{dim}", torch.cat([tensor, tensor.narrow(dim, size - 1, 1)], dim)
+    if tensor.dim() > 1:
+        yield "-dim", tensor[0].clone()
+    if tensor.dim() > 0:
+        yield "+dim", tensor[None]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_size_is_checked(call):
+    """Each size of each tensor by itself: the op refuses the call, and names an argument."""
+    op, taken = op_of(call), {}
+    for argument, value in (make_arguments(call, 6) | optional_tensors(op_of(call))).items():
+        tensor, *others = value if isinstance(value, list) else [value]
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        for change, wrong in resized(tensor):
+            changed = {argument: [wrong, *others] if isinstance(value, list) else wrong}
+            try:
+                raw_op(call)(**make_arguments(call, 6) | changed)
+            except RuntimeError as error:
+                assert re.match(rf"{op}: \w+: expected ", str(error)), (argument, change, str(error))
+            else:
+                taken.setdefault(argument, set()).add(change)
+    for argument, changes in taken.items():
+        assert changes <= {*FREE_SIZES.get((op, argument), "").split()}, argument
+
+
+# Integers of one dtype; all others may be int32 or int64.
+ONE_INT_DTYPE = {
+    *((op, "block_mapping") for op in ("copy_blocks", "swap_blocks")),
+    *((op, "positions") for op in ("rotary_embedding", "rotary_embedding_neox")),
+    *(("apply_token_bitmask", argument) for argument in ("bitmask", "indices")),
+    *(("sample_from_probs", argument) for argument in ("seed", "offset", "subsequence")),
+    *(
+        ("chain_speculative_sampling", argument)
+        for argument in ("seed", "offset", "out", "num_accepted", "num_emitted")
+    ),
+}
+# Tensors that may be the only ones of their floating-point dtype.
+ANY_FLOAT_DTYPE = {
+    *((op, "input") for name in LINEAR for op in (name, f"grouped_{name}")),
+    *((op, "packed_weight") for op in ("linear_packed", "grouped_linear_packed")),
+    *((op, "weight") for op in QUANTIZING),
+    *((op, "query") for op in ("paged_attention", "append_and_attend", "rotary_embedding")),
+    *((op, "logits") for op in ("apply_token_bitmask", "softmax")),
+    ("sample_from_probs", "probs"),
+    ("all_reduce_shared", "input"),
+}
+
+
+def may_take(op: str, argument: str, *dtypes: torch.dtype) -> bool:
+    """Whether an op takes this argument in either of two dtypes."""
+    if {*dtypes} == {torch.int32, torch.int64}:
+        return (op, argument) not in ONE_INT_DTYPE
+    if op == "copy_blocks" and argument != "block_mapping":
+        return True  # blocks are bytes
+    return {*dtypes} == {torch.float32, torch.float16} and (op, argument) in ANY_FLOAT_DTYPE
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_dtype_is_checked(call):
+    """Each tensor by itself in each other dtype: the op refuses the call, and names an argument."""
+    op = op_of(call)
+    for argument, value in (make_arguments(call) | optional_tensors(op)).items():
+        tensor, *others = value if isinstance(value, list) else [value]
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        for dtype in {torch.float64, torch.float16, torch.int32, torch.int64, torch.uint8} - {tensor.dtype}:
+            wrong = tensor.to(dtype)
+            changed = {argument: [wrong, *others] if isinstance(value, list) else wrong}
+            try:
+                raw_op(call)(**make_arguments(call) | changed)
+            except RuntimeError as error:
+                assert re.match(rf"{op}: \w+: expected ", str(error)), (argument, dtype, str(error))
+            else:
+                assert may_take(op, argument, tensor.dtype, dtype), (argument, dtype)
 
 
 def test_the_mark_is_last_where_torch_shows_stacks():

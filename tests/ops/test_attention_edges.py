@@ -9,6 +9,7 @@ import torch
 from attention_cases import (
     FP8_CACHES,
     FP8_IDS,
+    NO_BLOCK,
     OPS,
     V1_INPUTS,
     Case,
@@ -66,6 +67,16 @@ def test_a_sink_of_minus_infinity_is_none(device, dtype):
     assert_attention(arguments, out, lse)
     without, _ = OPS.paged_attention(**arguments | {"sinks": None})
     assert_same_bits(out[:, 1], without[:, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_far_above_all_logits(device, dtype):
+    """It takes all weight. e^sink, relative to the greatest logit, is infinite."""
+    arguments = make_arguments(Case(((1, 20), (10, 30)), dtype, num_kv_heads=1, sinks=True), device)
+    arguments["sinks"].fill_(200.0)
+    out, lse = OPS.paged_attention(**arguments)
+    assert_same_bits(lse, torch.full_like(lse, 200.0))
+    assert_attention(arguments, out, lse)
 
 
 def test_a_sink_that_is_nan(device):
@@ -277,6 +288,27 @@ def test_blocks_of_earlier_chunks_are_not_read(device, dtype, options):
         out_freed, lse_freed = OPS.paged_attention(**arguments | {"block_tables": freed})
         assert_same_bits(out_freed, out)
         assert_same_bits(lse_freed, lse)
+
+
+def test_tables_of_sequences_without_rows_hold_anything(device):
+    arguments = make_arguments(Case(((0, 40), (1, 20), (0, 0), (0, 7))), device)
+    expected = OPS.paged_attention(**arguments)
+    arguments["block_tables"][[0, 2]] = NO_BLOCK
+    arguments["block_tables"][3] = -1
+    for result, of_tables in zip(OPS.paged_attention(**arguments), expected, strict=True):
+        assert_same_bits(result, of_tables)
+
+
+@pytest.mark.parametrize("block_size", [2, 4])
+def test_small_blocks_before_a_window_are_not_read(device, block_size):
+    """Their ids may be anything, also those of tokens that a kernel copies along with visible ones."""
+    window, lens = 17, ((1, 45), (3, 70))
+    arguments = make_arguments(Case(lens, head_size=16, block_size=block_size, sliding_window=window), device)
+    expected = OPS.paged_attention(**arguments)
+    for table, (rows, seq_len) in zip(arguments["block_tables"], lens, strict=True):
+        table[: (seq_len - rows + 1 - window) // block_size] = NO_BLOCK
+    for result, of_all_blocks in zip(OPS.paged_attention(**arguments), expected, strict=True):
+        assert_same_bits(result, of_all_blocks)
 
 
 PREFILLS = {

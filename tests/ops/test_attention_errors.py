@@ -123,6 +123,8 @@ ERRORS = {
     "alibi_slopes shape": ("alibi_slopes", ValueError, lambda a: {"alibi_slopes": torch.ones(3)}),
     "alibi_slopes of other sequences": ("alibi_slopes", ValueError, lambda a: {"alibi_slopes": torch.ones(1, 4)}),
     "alibi_slopes dtype": ("alibi_slopes", TypeError, lambda a: {"alibi_slopes": torch.ones(4).half()}),
+    "2-D alibi_slopes dtype": ("alibi_slopes", TypeError, lambda a: {"alibi_slopes": torch.ones(2, 4).half()}),
+    "2-D alibi_slopes strided": ("alibi_slopes", ValueError, lambda a: {"alibi_slopes": torch.ones(4, 2).T}),
     "heads not a multiple": ("(query|num_kv_heads|key_cache)", ValueError, lambda a: with_query(a, 2, 3, 16)),
     "head size": (
         "(query|key_cache)",

@@ -181,6 +181,16 @@ def test_reshape_and_cache_flash(device, layout):
     assert_same_bits(padded["value_cache"], expected[1])
 
 
+def test_reshape_and_cache_of_every_fourth_head(device):
+    """Heads that are one have a stride that nothing reads, here that of four heads."""
+    kv = torch.randn(5, 4, 64, device=device)
+    key, value = kv[:, ::4], kv[:, 1::4]
+    key_cache, value_cache = torch.zeros(2, 2, 16, 1, 64, device=device)
+    OPS.reshape_and_cache_flash(key, value, key_cache, value_cache, torch.arange(5, device=device), "auto", None, None)
+    assert_same_bits(key_cache[0, :5], key.contiguous())
+    assert_same_bits(value_cache[0, :5], value.contiguous())
+
+
 def test_wrapper_of_reshape_and_cache(device):
     arguments = make_reshape_arguments(device, torch.float32, [9, -1, 2])
     expected = reference.reshape_and_cache(**arguments)
@@ -349,13 +359,13 @@ def test_large_blocks(device, several_threads):
 
 
 @pytest.mark.devices("cpu")
-@pytest.mark.parametrize("block_bytes", [128, 320])
-def test_many_small_blocks(device, block_bytes):
-    """Enough for stores past the cache, which take 256 bytes at a time."""
+@pytest.mark.parametrize(("block_bytes", "gap"), [(128, 0), (320, 0), (320, 8)])
+def test_many_small_blocks(device, block_bytes, gap):
+    """Enough for stores past the cache, which take 256 bytes at a time, where all blocks begin with a cache line."""
     num_blocks = (4 << 20) // block_bytes + 1
     pool = torch.arange(num_blocks * block_bytes // 8, device=device).view(torch.uint8).view(num_blocks, block_bytes)
     blocks = torch.arange(num_blocks, device=device)
-    swapped = torch.zeros_like(pool)
+    swapped = with_row_gap(torch.zeros_like(pool), gap)
     OPS.swap_blocks(pool, swapped, torch.stack([blocks, blocks.flip(0)], dim=1))
     assert_same_bits(swapped, pool.flip(0))
 
@@ -643,8 +653,14 @@ SWAP_ERRORS = {
     "src not contiguous": ("src", ValueError, lambda cache: {"src": cache.mT.contiguous().mT}),
     "pools overlap": ("dst", ValueError, lambda cache: {"src": cache[:5], "dst": cache[1:]}),
     "blocks of dst overlap": ("dst", ValueError, lambda cache: {"dst": cache[:1].expand_as(cache)}),
+    "blocks of dst overlap in part": (
+        "dst",
+        ValueError,
+        lambda cache: {"dst": torch.zeros(cache.numel()).as_strided(cache.shape, (255, *cache.stride()[1:]))},
+    ),
     "dst not contiguous": ("dst", ValueError, lambda cache: {"dst": cache.mT.contiguous().mT}),
     "heads of dst overlap": ("dst", ValueError, lambda cache: {"dst": cache[:, :1].expand_as(cache)}),
+    "blocks without dimensions": ("src", ValueError, lambda cache: {"src": torch.zeros(6), "dst": torch.zeros(6)}),
 }
 
 

@@ -143,6 +143,20 @@ def test_all_gather(world_size):
     assert results(world_size, gather_many_shapes, max_bytes=4096) == ["done"] * world_size
 
 
+def gather_whole_pieces_and_one_more(group: SharedMemoryGroup) -> str:
+    for size in (1024, 1025, 2049):
+        inputs = [torch.arange(size, dtype=torch.float32) + rank * 10_000 for rank in range(group.world_size)]
+        out = torch.full((size * group.world_size,), torch.nan)
+        assert_same_bits(ops.all_gather_shared(inputs[group.rank], group, out=out), torch.cat(inputs))
+    return "done"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_gather_ends_behind_whole_pieces(world_size):
+    """A piece is 4096 bytes. The element behind the last whole piece is a piece too."""
+    assert results(world_size, gather_whole_pieces_and_one_more, max_bytes=4096) == ["done"] * world_size
+
+
 def test_threads_of_a_rank():
     """A large input is split among them. If another test had several threads, OpenMP would wait for them in the main
     thread of a forked child, which has none of them; a new thread starts threads of its own."""

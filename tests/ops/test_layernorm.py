@@ -145,6 +145,21 @@ def test_output_past_the_caches(device, several_threads, dtype):
     assert_row_gap_untouched(out)
 
 
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize(
+    ("first", "strides"), [(1, (2048, 1024, 1)), (0, (2050, 1025, 1)), (0, (2049, 1024, 1))], ids=str
+)
+def test_large_output_off_the_cache_lines(device, first, strides):
+    """Stores that bypass the caches need whole vectors at aligned addresses, in every row of every pair of rows."""
+    input = normal(1100, 2, 1024, dtype=torch.float32, device=device)
+    weight = normal(1024, dtype=torch.float32, device=device, seed=1)
+    memory = torch.full((2200 * 1025 + 32,), math.nan)
+    line = -memory.data_ptr() % 64 // memory.element_size()
+    out = memory.as_strided(input.shape, strides, line + first)
+    OPS.rms_norm(out, input, weight, EPSILON)
+    assert_same_bits(out.contiguous(), ops.rms_norm(input, weight, EPSILON))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [4099, 16392, 32776])
 def test_wide_rows(device, dtype, width):
@@ -281,6 +296,11 @@ RMS_NORM_ERRORS = {
         ValueError,
         lambda a: {"input": torch.ones(2, 2, 2, 6).permute(2, 1, 0, 3), "out": torch.ones(2, 2, 2, 6)},
     ),
+    "input rows of three strides": (
+        "input",
+        ValueError,
+        lambda a: {"input": torch.ones(3, 2, 2, 6).transpose(0, 1), "out": torch.ones(2, 3, 2, 6)},
+    ),
     "weight shape": ("weight", ValueError, lambda a: {"weight": a["weight"][:5]}),
     "weight rank": ("weight", ValueError, lambda a: {"weight": a["weight"][None]}),
     "weight dtype": ("weight", TypeError, lambda a: {"weight": a["weight"].half()}),
@@ -295,6 +315,7 @@ FUSED_ERRORS = {
     "input dtype": ("input", TypeError, lambda a: {"input": a["input"].double(), "residual": a["residual"].double()}),
     "residual shape": ("residual", ValueError, lambda a: {"residual": a["residual"][:2]}),
     "residual dtype": ("residual", TypeError, lambda a: {"residual": a["residual"].half()}),
+    "input rows overlap": ("input", ValueError, lambda a: {"input": a["input"][:1].expand_as(a["input"])}),
     "residual rows overlap": (
         "residual",
         ValueError,

@@ -194,6 +194,11 @@ ERRORS = {
     "block_tables dtype": ("block_tables", TypeError, lambda a: {"block_tables": a["block_tables"].float()}),
     "block_tables rows": ("block_tables", ValueError, lambda a: {"block_tables": a["block_tables"][:1]}),
     "a block that is not there": ("block_tables", ValueError, lambda a: {"block_tables": a["block_tables"] + 4}),
+    "a first block that is not there": (
+        "block_tables",
+        ValueError,
+        lambda a: {"block_tables": int32(99, -1, 3, 1).view(2, 2)},
+    ),
     "a negative block": ("block_tables", ValueError, lambda a: {"block_tables": a["block_tables"] * 0 - 1}),
     "seq_lens longer": ("seq_lens", ValueError, lambda a: {"seq_lens": int32(9, 33)}),
     "seq_lens negative": ("seq_lens", ValueError, lambda a: {"seq_lens": int32(-1, 20)}),

@@ -112,16 +112,16 @@ def as_batch(arguments: dict, batch: int, seq_len: int) -> dict:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rot_dim", [64, 128, 20])
 @pytest.mark.parametrize("is_neox", [True, False])
-@pytest.mark.parametrize("gap", [0, 1])
-def test_sines_of_their_own(device, gap, is_neox, rot_dim, dtype):
-    """Cosines and sines in two tensors, aligned or not, rotate as one cache of both does."""
+@pytest.mark.parametrize("gaps", [(0, 0), (1, 0), (0, 1)], ids=str)
+def test_sines_of_their_own(device, gaps, is_neox, rot_dim, dtype):
+    """Cosines and sines in two tensors, each aligned or not, rotate as one cache of both does."""
     arguments, same = (
         make_arguments(device, dtype, head_size=128, rot_dim=rot_dim, is_neox=is_neox, cos_sin_dtype=cos_sin_dtype)
         for cos_sin_dtype in (torch.float32, torch.float32)
     )
     cos, sin = (
         torch.cat([half.new_empty(gap), half.flatten()])[gap:].view(half.shape)
-        for half in arguments["cos_sin_cache"].chunk(2, dim=1)
+        for half, gap in zip(arguments["cos_sin_cache"].chunk(2, dim=1), gaps, strict=True)
     )
     OPS.rotary_embedding(**arguments | {"cos_sin_cache": cos}, sin_cache=sin)
     OPS.rotary_embedding(**same)

@@ -90,6 +90,20 @@ def test_random_numbers(device):
             assert sample(probs, indices, seed, offset).tolist() == expected
 
 
+# Where Philox, run backwards, gets these numbers from.
+ZERO = {"seed": 1, "offset": 2287084314298830509, "subsequence": -3146776131830481100}
+HALF = {"seed": 1, "offset": -8009423185309620987, "subsequence": 2374107272589330152}
+
+
+@pytest.mark.parametrize("tokens", [[3, 7], [70, 130]], ids=str)
+def test_a_number_that_is_the_sum_before_a_token_draws_it(device, tokens):
+    """Not the token before, be it of probability 0, in the same block of 64 or not."""
+    assert (reference.uniform_number(**ZERO), reference.uniform_number(**HALF)) == (0.0, 0.5)
+    probs = torch.zeros(1, 200, device=device)
+    probs[0, tokens] = 0.5
+    assert [sample(probs, **number).item() for number in (ZERO, HALF)] == tokens
+
+
 # ---- sample_from_probs -----------------------------------------------------------------------------------------------
 
 
@@ -131,6 +145,13 @@ def test_numbers_of_rows(device, subsequences):
     assert tokens.tolist() == expected
     assert tokens.dtype == torch.int64
     assert valid.all()
+
+
+def test_distributions_in_any_order(device):
+    """What is known of a row's distribution is kept for the next row, if it has the same one."""
+    probs = make_probs(6, 200, torch.float32, 4.0, device)
+    indices = torch.tensor([0, 1, 0, 5, 4, 3, 3, 2, 1, 0] * 4, device=device)
+    assert sample(probs, indices, top_p=0.9).tolist() == sample(probs[indices], top_p=0.9).tolist()
 
 
 @CPU
@@ -224,6 +245,10 @@ def test_renorm_probs(device, dtype, filters):
         ([0.5, 0.3, 0.2], {"top_p": 0.5}, [0]),
         ([0.2, 0.5, 0.3], {"top_p": 0.0}, [1]),
         ([0.25, 0.25, 0.25, 0.25], {"top_p": 0.5}, [0, 1, 2, 3]),
+        ([0.2501, 0.25, 0.25, 0.2499], {"top_p": 0.0}, [0]),
+        ([0.5, 0.5, 1e-9], {"top_p": 1.0}, [0, 1, 2]),  # all, whatever rounding makes of the sum
+        ([1.0, 0.6, 0.4], {"top_p": 0.8}, [0]),  # without top_k, sums are taken as they are
+        ([1.0, 0.6, 0.4], {"top_k": 3, "top_p": 0.8}, [0, 1]),
         ([0.4, 0.2, 0.2, 0.2], {"top_k": 2}, [0, 1, 2, 3]),
         ([0.4, 0.3, 0.2, 0.1], {"top_k": 2, "top_p": 0.6}, [0, 1]),
         ([0.4, 0.3, 0.2, 0.1], {"top_k": 2, "top_p": 0.57}, [0]),
@@ -298,15 +323,20 @@ def test_no_rows(device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4])
 def test_chain_speculative_sampling(device, dtype, num_draft_tokens):
+    """Rows whose draft is another distribution, and ever more like the target. A token behind one that is rejected may
+    be accepted; it counts, but is not emitted."""
+    num_rows, n = 6, num_draft_tokens
+    alike = torch.linspace(0, 0.9, num_rows, device=device)[:, None, None]
     for vocab_size in (1, 5, 70, 200):
-        num_rows, n = 6, num_draft_tokens
         draft = make_probs(num_rows * n, vocab_size, dtype, 0.5, device).view(num_rows, n, vocab_size)
         target = make_probs(num_rows * (n + 1), vocab_size, dtype, 0.5, device).view(num_rows, n + 1, vocab_size)
-        target[:, :n] = (target[:, :n] + 3 * draft) / 4
+        target[:, :n] = (1 - alike) * target[:, :n] + alike * draft
         token_ids = torch.randint(vocab_size, (num_rows, n), generator=torch.Generator().manual_seed(n))
         expected = reference.chain_speculative_sampling(
             draft.cpu().float(), token_ids, target.cpu().float(), SEED, offset=3
         )
+        _, accepted, emitted = expected
+        assert n < 4 or vocab_size == 1 or accepted != emitted
         actual = ops.chain_speculative_sampling(draft, token_ids.to(device), target, seed=SEED, offset=3)
         assert tuple(tensor.tolist() for tensor in actual) == expected
         again = ops.chain_speculative_sampling(
@@ -345,6 +375,7 @@ def test_a_draft_like_the_target_leaves_no_rest(device):
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
+FILTER_NAMES = ("top_k", "top_p", "min_p")
 Change = Callable[[dict], dict]
 # of each op: what is wrong: (the argument named, what the wrapper raises, what changes in the valid arguments)
 ERRORS: dict[str, list[tuple[str, type[Exception], Change]]] = {
@@ -358,6 +389,7 @@ ERRORS: dict[str, list[tuple[str, type[Exception], Change]]] = {
         ("temperature", ValueError, lambda a: {"temperature": torch.ones(3, 1)}),
         ("temperature", ValueError, lambda a: {"temperature": torch.tensor([1.0, 1.0, -0.1])}),
         ("temperature", ValueError, lambda a: {"temperature": torch.tensor([NAN])}),
+        ("temperature", ValueError, lambda a: {"temperature": torch.tensor([INF])}),
         ("out", TypeError, lambda a: {"out": a["out"].half()}),
         ("out", ValueError, lambda a: {"out": a["out"][:2]}),
     ],
@@ -367,6 +399,7 @@ ERRORS: dict[str, list[tuple[str, type[Exception], Change]]] = {
         ("top_k", TypeError, lambda a: {"top_k": torch.ones(1)}),
         ("top_k", ValueError, lambda a: {"top_k": torch.tensor([1, 0, 1])}),
         ("top_p", ValueError, lambda a: {"top_p": torch.tensor([0.5, 0.5, 1.5])}),
+        ("top_p", ValueError, lambda a: {"top_p": torch.tensor([1.5]), "top_k": None}),
         ("top_p", ValueError, lambda a: {"top_p": torch.tensor([NAN])}),
         ("out", TypeError, lambda a: {"out": a["out"].half()}),
         ("out", ValueError, lambda a: {"out": a["out"][:1].expand(3, -1)}),
@@ -383,6 +416,7 @@ ERRORS: dict[str, list[tuple[str, type[Exception], Change]]] = {
         ("indices", TypeError, lambda a: {"indices": a["indices"].short()}),
         ("indices", ValueError, lambda a: {"indices": torch.tensor([0, 1, 3], dtype=torch.int32)}),
         ("indices", ValueError, lambda a: {"indices": torch.tensor([0, -1, 2], dtype=torch.int32)}),
+        ("indices", ValueError, lambda a: {"indices": torch.tensor([0, 1, 3])} | dict.fromkeys(FILTER_NAMES)),
         ("top_k", ValueError, lambda a: {"top_k": torch.tensor([0])}),
         ("top_p", ValueError, lambda a: {"top_p": torch.tensor([-0.1])}),
         ("top_p", TypeError, lambda a: {"top_p": torch.tensor([0.5], dtype=torch.float64)}),

@@ -200,3 +200,15 @@ def test_rows_that_see_less_behind_rows_that_see_more(device, dtype):
     """A tile of shared blocks ends behind its last visible token, whichever row that is."""
     case = Case(((8, 148),) * 3, dtype, group_size=2, head_size=32)
     assert_as_alone(share_blocks(make_arguments(case, device), case, [(0, 0), (0, 999), (0, 999)]), device)
+
+
+def test_other_neighbours_in_the_next_partition(device):
+    """Sequence 0 shares its first partition with a short sequence and its second with a long one. The short one has no
+    second partition: results of it would lie in those of sequence 2, which are there already."""
+    case = Case(((1, 1040), (1, 300), (1, 40), (1, 40), (1, 1040)), num_kv_heads=1, head_size=32)
+    arguments = make_arguments(case, device)
+    tables = arguments["block_tables"]
+    for seqs, block in (([2, 0], 0), ([0, 1], 1), ([0, 4], 33)):  # blocks are taken in the order of their ids
+        tables[seqs, block] = tables[seqs, block].sort().values
+    tables[1, 0], tables[3, 0], tables[4, 32] = tables[0, 0], tables[2, 0], tables[0, 32]
+    assert_as_alone(arguments, device)

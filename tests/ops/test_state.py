@@ -84,9 +84,11 @@ CASES = [
     ("gated_delta_rule", (1, 1, 1, 1)),
     ("gated_delta_rule", (2, 4, 24, 16)),
     ("gated_delta_rule", (1, 3, 20, 75)),  # vectors of columns at once, one, and part of one
+    ("gated_delta_rule", (1, 2, 300, 33)),  # keys longer than a block of CUDA has threads
     ("selective_scan", (2, 3, 1, 5)),
     ("selective_scan", (4, 24, 2, 40)),  # groups that end within a tile of channels
     ("selective_scan", (37, 1, 1, 16)),
+    ("selective_scan", (3, 2, 1, 200)),  # states of more than four vectors of a warp
 ]
 ROWS = ("input", "query", "key", "value", "g", "beta", "dt", "B", "C", "z")
 
@@ -145,7 +147,7 @@ def test_formula(device, op, sizes, dtype):
     assert_same_bits(after.cpu()[others], states[others])
 
 
-@pytest.mark.parametrize(("op", "sizes"), [CASES[1], CASES[6], CASES[8], CASES[9]], ids=str)
+@pytest.mark.parametrize(("op", "sizes"), [CASES[1], CASES[6], CASES[9], CASES[10]], ids=str)
 def test_parts_and_neighbours_change_no_bit(device, op, sizes):
     """A prompt in parts, each beside other sequences, as in one call alone."""
     length, has_state = 41, True
@@ -218,17 +220,20 @@ def test_softplus_of_steps_of_any_size(device):
 
 
 def test_weights_of_fp32_and_layouts_of_conv_states(device):
-    """Weights of fp32 beside rows of bf16. States whose channels are adjacent, as those whose rows are."""
+    """Weights of fp32 beside rows of bf16. States whose channels are adjacent, as those whose rows are, and as those of
+    which no elements are."""
     arguments = make_call("causal_conv1d", (291, 4, 5), torch.bfloat16) | sequences()
     arguments |= {name: arguments[name].float() for name in ("weight", "bias")}
     out, after = run("causal_conv1d", arguments, device)
     wanted, eager = (expected("causal_conv1d", arguments, dtype)[0] for dtype in (torch.float64, torch.float32))
     assert_close_to_reference(out.cpu(), wanted, eager)
     adjacent = arguments["conv_states"].transpose(1, 2).contiguous().transpose(1, 2)
-    for actual, same in zip(
-        run("causal_conv1d", arguments | {"conv_states": adjacent}, device), (out, after), strict=True
-    ):
-        assert_same_bits(actual.contiguous(), same)
+    apart = torch.stack([arguments["conv_states"]] * 2, dim=-1)[..., 0]
+    for states in (adjacent, apart):
+        for actual, same in zip(
+            run("causal_conv1d", arguments | {"conv_states": states}, device), (out, after), strict=True
+        ):
+            assert_same_bits(actual.contiguous(), same)
 
 
 WRONG: list[tuple[str, Arguments, str]] = [
@@ -255,6 +260,7 @@ WRONG += [
     ("causal_conv1d", {"weight": torch.zeros(13, 4)}, "weight"),
     ("causal_conv1d", {"bias": torch.zeros(13)}, "bias"),
     ("gated_delta_rule", {"key": torch.zeros(3, 3, 11)}, "value"),
+    ("gated_delta_rule", {"key": torch.zeros(3, 2, 513)}, "key"),
     ("gated_delta_rule", {"query": torch.zeros(3, 2, 4)}, "query"),
     ("gated_delta_rule", {"g": torch.zeros(3, 2)}, "g"),
     ("gated_delta_rule", {"states": torch.zeros(6, 4, 13, 11)}, "states"),
@@ -276,6 +282,40 @@ def test_what_does_not_fit_together(device, op, changes, named):
     if len(arguments["query_start_loc"]) == 4 and named == "state_indices":
         arguments["query_start_loc"] = torch.tensor([0, 1, 2, 3], dtype=torch.int32)
     assert_rejected(op, arguments, named, ValueError)
+
+
+@pytest.mark.parametrize("op", MAKE)
+def test_rows_of_out_that_overlap(device, op):
+    arguments = make_arguments(op)
+    arguments["out"] = arguments["out"][:1].expand_as(arguments["out"])
+    assert_rejected(op, arguments, "out", ValueError)
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "read"),
+    [
+        ("causal_conv1d", (5, 4, 3), "input"),
+        ("gated_delta_rule", (2, 2, 16, 16), "query"),
+        ("gated_delta_rule", (2, 2, 16, 16), "key"),
+    ],
+    ids=str,
+)
+def test_out_in_memory_that_is_read_later(device, op, sizes, read):
+    arguments = to_device(make_call(op, sizes, torch.float32, [3]), device)
+    assert_rejected(op, {"out": arguments[read], **arguments}, "out", ValueError)
+
+
+def test_weights_of_fp16_beside_rows_of_fp32(device):
+    arguments = to_device(make_call("causal_conv1d", (5, 4, 3), torch.float32, [3]), device)
+    arguments |= {name: arguments[name].half() for name in ("weight", "bias")}
+    arguments["out"] = torch.zeros_like(arguments["input"])
+    assert_rejected("causal_conv1d", arguments, "weight", TypeError)
+
+
+@pytest.mark.parametrize("op", MAKE)
+def test_slots_are_checked_without_query_start_loc(device, op):
+    arguments = make_arguments(op) | {"query_start_loc": None, "has_initial_state": None}
+    assert_rejected(op, arguments | {"state_indices": torch.tensor([1, 6, -1])}, "state_indices", ValueError)
 
 
 @pytest.mark.parametrize("op", MAKE)

@@ -8,7 +8,7 @@ import torch
 from attention_cases import Case, assert_attention, make_arguments
 from cache_layouts import LAYOUTS
 from checks import DTYPES, assert_row_gap_untouched, assert_same_bits, tensors_in, to_device, with_row_gap
-from op_calls import CALLS, CALLS_ON_CUDA, LINEAR, op_of, results
+from op_calls import CALLS, CALLS_ON_CUDA, LINEAR, op_of, optional_tensors, results
 from op_calls import make_arguments as make_call
 from op_table import OPS
 
@@ -113,6 +113,31 @@ def test_each_tensor_of_an_op(device, call):
 @pytest.mark.parametrize("call", [call for call in CALLS if call not in CALLS_ON_CUDA])
 def test_each_tensor_of_an_op_of_the_cpu(device, call):
     assert_same_with_gaps(call, device)
+
+
+# Beside STRIDED: a state of any strides, and scratch, which the CPU's kernels leave alone.
+ANY_STRIDES = [("causal_conv1d", "conv_states")]
+ANY_STRIDES += [("paged_attention_v2", name) for name in ("exp_sums", "max_logits", "tmp_out")]
+
+
+@pytest.mark.devices("cpu")
+@pytest.mark.parametrize("call", [*CALLS, *OF_HEADS])
+def test_all_other_strides_are_refused(device, call):
+    """Of each tensor: a gap behind each element, and behind each row if STRIDED leaves the tensor out."""
+    op, arguments = op_of(call), make_any_call(call, device)
+    for name, value in (arguments | optional_tensors(op)).items():
+        tensor, *others = value if isinstance(value, list) else [value]
+        if not torch.is_tensor(tensor) or tensor.dim() == 0 or (op, name) in ANY_STRIDES:
+            continue
+        refused = []
+        if tensor.shape[-1] > 1:
+            refused.append(torch.stack([tensor, tensor], dim=-1)[..., 0])
+        if tensor.dim() > 1 and len(tensor) > 1 and name not in STRIDED.get(call, STRIDED[op]):
+            refused.append(apart(tensor, 1, 16))
+        for wrong in refused:
+            changed = arguments | {name: [wrong, *others] if isinstance(value, list) else wrong}
+            with pytest.raises(RuntimeError, match=f"^{op}: {name}: expected .* contiguous"):
+                getattr(OPS, op)(**changed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -117,6 +117,7 @@ ERRORS = {
     "key not contiguous": ("key", ValueError, lambda a: {"key": a["key"].mT.contiguous().mT}),
     "value shape": ("value", ValueError, lambda a: {"value": a["value"][1:]}),
     "head size": ("(query|key)", ValueError, lambda a: {n: a[n][..., :6] for n in ("query", "key", "value")}),
+    "no KV heads": ("key", ValueError, lambda a: {n: a[n][:, :0] for n in ("key", "value")}),
     "heads": ("query", ValueError, lambda a: {"query": a["query"][:, :3].contiguous()}),
     "query_start_loc dtype": ("query_start_loc", TypeError, lambda a: {"query_start_loc": a["query_start_loc"].half()}),
     "query_start_loc empty": ("query_start_loc", ValueError, lambda a: {"query_start_loc": starts_of()}),
