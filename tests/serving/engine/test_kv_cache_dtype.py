@@ -242,10 +242,10 @@ def test_weights_in_another_format_are_refused_beside_scales(tmp_path: Path) -> 
     path = save_with_scales(tmp_path, "llama")
     config = dict(
         quant_method="compressed-tensors",
-        format="float-quantized",
+        format="marlin-24",
         kv_cache_scheme=dict(num_bits=8),
         config_groups={"group_0": dict(targets=["Linear"], weights=dict(num_bits=8))},
     )
     change_config(tmp_path, quantization_config=config)
-    with pytest.raises(ValueError, match=r"quantization_config: format: .*, got 'float-quantized'"):
+    with pytest.raises(ValueError, match=r"quantization_config: format: .*, got 'marlin-24'"):
         LLMEngine(path, kv_cache_dtype="fp8")
