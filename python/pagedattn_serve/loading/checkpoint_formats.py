@@ -17,7 +17,7 @@ from pagedattn_serve.models.quantization import (
     Int8Weight,
     QuantizedWeight,
     chunks,
-    quantize_int8,
+    quantize_int8_in_parts,
 )
 
 ROW_GROUP = 32  # rows are quantized in groups of this size; a group of weights is a multiple of it
@@ -107,22 +107,16 @@ class CompressedInt4(CheckpointFormat):
     QUANTIZATION: ClassVar = "int4"
     MARKER: ClassVar = "weight_packed"
 
+    bits: ClassVar = 4
+
     symmetric: bool
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
-        groups = self.groups(inputs)
-        zeros = {} if self.symmetric else {"weight_zero_point": [outputs.packed(CODES_PER_INT32), groups]}
-        shapes = {"weight_packed": [outputs, inputs.packed(CODES_PER_INT32)], "weight_scale": [outputs, groups]}
-        return {**shapes, **zeros, "weight_shape": [everything(2)]}
+        return shapes_of_packed(self, outputs, inputs)
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
-        scales = tensors["weight_scale"]
-        if self.symmetric:
-            zeros = torch.full(scales.shape, SYMMETRIC_ZERO, dtype=torch.uint8)
-        else:
-            zeros = unpack_nibbles("weight_zero_point", tensors["weight_zero_point"].t()).t()[: len(scales)]
         check_dtype("weight_packed", tensors["weight_packed"], torch.int32)
-        return Int4Weight(tensors["weight_packed"], scales, zeros)
+        return Int4Weight(tensors["weight_packed"], tensors["weight_scale"], zeros_of_packed(tensors, self))
 
 
 @dataclass(slots=True, frozen=True)
@@ -140,12 +134,7 @@ class Gptq(CheckpointFormat):
     symmetric: bool | None  # None: config.json does not say
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
-        groups = self.groups(inputs)
-        shapes = {
-            "qweight": [inputs.packed(CODES_PER_INT32), outputs],
-            "qzeros": [groups, outputs.packed(CODES_PER_INT32)],
-        }
-        return {**shapes, "scales": [groups, outputs], "g_idx": [everything(inputs.whole)]}
+        return {**shapes_of_gptq(self, outputs, inputs), "g_idx": [everything(inputs.whole)]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int4Weight:
         codes = tensors["qweight"].t()
@@ -200,22 +189,18 @@ class Anew(CheckpointFormat):
     def describe(self) -> str:
         return f"int8, quantized anew from the {self.bits} bits of {self.METHOD}, rows quantized at run time"
 
-    @property
-    def codes_per_int32(self) -> int:
-        return 32 // self.bits
-
     def groups(self, inputs: Share) -> Share:
         groups = CheckpointFormat.groups(self, inputs)
         return groups if self.is_in_order else everything(groups.whole)
 
     def make(self, codes: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None) -> Int8Weight:
         """codes: uint8 [outputs, inputs]. scales, zeros: [outputs, groups]. order: the group of each input."""
-        group_of_input = self.group_of_input(codes.shape[1], scales.shape[1], order)
-        parts = []
-        for some in zip(*(torch.split(each, ROWS_ANEW) for each in (codes, scales, zeros)), strict=True):
-            of_codes, of_groups, middles = (each.float() for each in some)
-            parts.append(quantize_int8((of_codes - middles[:, group_of_input]) * of_groups[:, group_of_input]))
-        return Int8Weight(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]))
+        groups = self.group_of_input(codes.shape[1], scales.shape[1], order)
+        parts = zip(*(torch.split(each, ROWS_ANEW) for each in (codes, scales, zeros)), strict=True)
+        return quantize_int8_in_parts(
+            (some.float() - of_zeros.float()[:, groups]) * of_scales.float()[:, groups]
+            for some, of_scales, of_zeros in parts
+        )
 
     def group_of_input(self, num_inputs: int, num_groups: int, order: Tensor | None) -> Tensor:
         if self.is_in_order:
@@ -239,9 +224,7 @@ class GptqAnew(Anew):
     symmetric: bool | None
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
-        groups, number = self.groups(inputs), self.codes_per_int32
-        shapes = {"qweight": [inputs.packed(number), outputs], "qzeros": [groups, outputs.packed(number)]}
-        return {**shapes, "scales": [groups, outputs], "g_idx": [inputs]}
+        return {**shapes_of_gptq(self, outputs, inputs), "g_idx": [inputs]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight:
         codes = unpack_codes("qweight", tensors["qweight"].t(), self.bits)
@@ -258,20 +241,32 @@ class PackedAnew(Anew):
     symmetric: bool
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
-        groups, number = self.groups(inputs), self.codes_per_int32
-        zeros = {} if self.symmetric else {"weight_zero_point": [outputs.packed(number), groups]}
-        shapes = {"weight_packed": [outputs, inputs.packed(number)], "weight_scale": [outputs, groups]}
-        return {**shapes, **zeros, "weight_shape": [everything(2)], "weight_g_idx": [inputs]}
+        return {**shapes_of_packed(self, outputs, inputs), "weight_g_idx": [inputs]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight:
-        scales = tensors["weight_scale"]
-        if self.symmetric:
-            zeros = torch.full(scales.shape, 1 << (self.bits - 1), dtype=torch.uint8)
-        else:
-            packed = tensors["weight_zero_point"].t()
-            zeros = unpack_codes("weight_zero_point", packed, self.bits).t()[: len(scales)]
         codes = unpack_codes("weight_packed", tensors["weight_packed"], self.bits)
-        return self.make(codes, scales, zeros, tensors.get("weight_g_idx"))
+        return self.make(codes, tensors["weight_scale"], zeros_of_packed(tensors, self), tensors.get("weight_g_idx"))
+
+
+def shapes_of_gptq(format: Gptq | GptqAnew, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
+    groups, number = format.groups(inputs), 32 // format.bits
+    shapes = {"qweight": [inputs.packed(number), outputs], "qzeros": [groups, outputs.packed(number)]}
+    return {**shapes, "scales": [groups, outputs]}
+
+
+def shapes_of_packed(format: CompressedInt4 | PackedAnew, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
+    groups, number = format.groups(inputs), 32 // format.bits
+    zeros = {} if format.symmetric else {"weight_zero_point": [outputs.packed(number), groups]}
+    shapes = {"weight_packed": [outputs, inputs.packed(number)], "weight_scale": [outputs, groups]}
+    return {**shapes, **zeros, "weight_shape": [everything(2)]}
+
+
+def zeros_of_packed(tensors: dict[str, Tensor], format: CompressedInt4 | PackedAnew) -> Tensor:
+    scales = tensors["weight_scale"]
+    if format.symmetric:
+        return torch.full(scales.shape, 1 << (format.bits - 1), dtype=torch.uint8)
+    stored = tensors["weight_zero_point"].t()
+    return unpack_codes("weight_zero_point", stored, format.bits).t()[: len(scales)]
 
 
 def zeros_of_gptq(stored: Tensor, format: Gptq | GptqAnew) -> Tensor:

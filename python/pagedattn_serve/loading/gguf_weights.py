@@ -21,7 +21,7 @@ from pagedattn_serve.models.quantization import (
     Int4Weight,
     Int8Weight,
     QuantizedWeight,
-    quantize_int8,
+    quantize_int8_in_parts,
 )
 
 FLOATS = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -61,10 +61,10 @@ class Blocks:
 
     def to_int8(self) -> Int8Weight:
         """Quantized anew, some rows at a time. Raises ValueError as `quantize_int8` does."""
-        parts = []
-        for data in torch.split(self.data, max(1, INT8_AT_ONCE // max(1, self.shape[1]))):
-            parts.append(quantize_int8(Blocks(data, self.type, (len(data), self.shape[1])).dequantize()))
-        return Int8Weight(torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts]))
+        parts = torch.split(self.data, max(1, INT8_AT_ONCE // max(1, self.shape[1])))
+        return quantize_int8_in_parts(
+            Blocks(data, self.type, (len(data), self.shape[1])).dequantize() for data in parts
+        )
 
 
 # The layers that hold weights of a type, without an option that says other ones.

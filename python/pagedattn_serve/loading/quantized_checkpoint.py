@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from pagedattn_serve.loading.checkpoint_files import Tensors
 from pagedattn_serve.loading.checkpoint_formats import (
     Awq,
     CheckpointFormat,
@@ -190,13 +191,11 @@ def read_weight(
 
 # ---- models that run through transformers ---------------------------------------------------------------------------
 
-Reads = dict[str, Callable[[], Tensor]]  # of tensors, by name
 
-
-def whole_weights(tensors: Reads, format: CheckpointFormat) -> dict[str, Callable[[], QuantizedWeight]]:
+def whole_weights(tensors: Tensors, format: CheckpointFormat) -> dict[str, Callable[[], QuantizedWeight]]:
     """What reads the weight of a layer, for each layer that is quantized, by its name in the checkpoint."""
     marker = f".{format.MARKER}"
-    of_layers: dict[str, Reads] = {name.removesuffix(marker): {} for name in tensors if name.endswith(marker)}
+    of_layers: dict[str, Tensors] = {name.removesuffix(marker): {} for name in tensors if name.endswith(marker)}
     for name, read in tensors.items():
         layer, _, suffix = name.rpartition(".")
         if layer in of_layers:
@@ -204,7 +203,7 @@ def whole_weights(tensors: Reads, format: CheckpointFormat) -> dict[str, Callabl
     return {layer: partial(whole_weight, layer, reads, format) for layer, reads in of_layers.items()}
 
 
-def whole_weight(name: str, reads: Reads, format: CheckpointFormat) -> QuantizedWeight:
+def whole_weight(name: str, reads: Tensors, format: CheckpointFormat) -> QuantizedWeight:
     """With codes in bytes. Raises ValueError for tensors that do not fit each other."""
     tensors = {suffix: read() for suffix, read in reads.items()}
     try:
@@ -223,7 +222,7 @@ def whole_weight(name: str, reads: Reads, format: CheckpointFormat) -> Quantized
     return weight
 
 
-def as_floats(tensors: Reads, weights: dict[str, Callable[[], QuantizedWeight]], dtype: torch.dtype) -> Reads:
+def as_floats(tensors: Tensors, weights: dict[str, Callable[[], QuantizedWeight]], dtype: torch.dtype) -> Tensors:
     """The tensors with these weights as floats, which transformers can load. weights: of `whole_weights`."""
     others = {
         name: read

@@ -1,5 +1,6 @@
 """Weights of linear layers in 8 bits and in 4 bits, and how float weights are quantized."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +72,12 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
         1e30.
     """
     return Int8Weight(*ops.quantize_weight_int8(weight))
+
+
+def quantize_int8_in_parts(parts: Iterable[Tensor]) -> Int8Weight:
+    """As `quantize_int8`, of a weight whose rows come some at a time."""
+    quantized = [quantize_int8(part) for part in parts]
+    return Int8Weight(torch.cat([part.codes for part in quantized]), torch.cat([part.scales for part in quantized]))
 
 
 def quantize_int4(weight: Tensor) -> Int4Weight:
