@@ -275,7 +275,7 @@ int fill_module(PyObject* module) {
                              PyModule_AddIntConstant(module, "INT8_SCALE_ROWS", INT8_SCALE_ROWS) == 0 &&
                              PyModule_AddIntConstant(module, "LINEAR_PANEL", LINEAR_PANEL) == 0 &&
                              PyModule_AddIntConstant(module, "LINEAR_QUAD", QUAD) == 0 &&
-                             PyModule_AddIntConstant(module, "INT4_BLOCK", INT4_BLOCK) == 0;
+                             PyModule_AddIntConstant(module, "INT4_STEP", INT4_STEP) == 0;
   return has_classes && has_constants && register_ops_of(module) ? 0 : -1;
 }
 

@@ -358,10 +358,17 @@ def quantise_row(input: Tensor) -> tuple[Tensor, Tensor]:
     return quantise_to_int8(input, times.float())
 
 
-def int8_rows(rows: Tensor, group_size: int) -> Tensor:
-    """What is left of rows that linear_int8 (group_size: the whole row) or linear_int4 (32) has quantised."""
-    codes, scales = quantise_row(rows.unflatten(-1, (-1, group_size)))
-    return (codes * scales).flatten(-2)
+def int8_rows(rows: Tensor) -> Tensor:
+    """What is left of rows that linear_int8 has quantised."""
+    codes, scales = quantise_row(rows)
+    return codes * scales
+
+
+def int4_rows(rows: Tensor, group_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What is left of rows that linear_int4 has quantised: in blocks of up to 128 elements beside one group."""
+    blocks = [block for group in rows.split(group_size, -1) for block in group.split(128, -1)]
+    quantised = [quantise_to_int8(block) for block in blocks]
+    return torch.cat([codes * scales.to(dtype) for codes, scales in quantised], dim=-1)
 
 
 def quantise_weight_to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -416,10 +423,9 @@ def linear_int4(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Rows quantised in blocks of 32, @ ((codes - zeros) * scales).T + bias."""
-    row_codes, row_scales = quantise_to_int8(input.unflatten(-1, (-1, 32)))
-    rows = (row_codes * row_scales.to(dtype)).flatten(-2)
+    """int4_rows @ ((codes - zeros) * scales).T + bias."""
     group_size = codes.shape[1] // scales.shape[1]
+    rows = int4_rows(input, group_size, dtype)
     differences = codes.to(dtype) - zeros.to(dtype).repeat_interleave(group_size, 1)
     out = rows @ (differences * scales.to(dtype).repeat_interleave(group_size, 1)).T
     return out if bias is None else out + bias.to(dtype)

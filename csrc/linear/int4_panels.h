@@ -8,14 +8,25 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int QUADS_PER_BLOCK = INT4_BLOCK / QUAD;
-constexpr int PAIRS_PER_BLOCK = QUADS_PER_BLOCK / 2;
-constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;
-constexpr int BYTES_PER_BLOCK = PAIRS_PER_BLOCK * BYTES_PER_PAIR;
+constexpr int QUADS_PER_STEP = INT4_STEP / QUAD;
+constexpr int BYTES_PER_PAIR = LINEAR_PANEL * QUAD;  // of quads
+constexpr int BYTES_PER_STEP = QUADS_PER_STEP / 2 * BYTES_PER_PAIR;
 
 PAGEDATTN_INLINE int64_t scale_bytes(const LinearInt4Params& p) { return int4_scale_bytes(p.scale_dtype); }
 PAGEDATTN_INLINE int64_t bytes_per_group(const LinearInt4Params& p) {
-  return int4_group_bytes(p.blocks_per_group * INT4_BLOCK, p.scale_dtype);
+  return int4_group_bytes(p.group_size, p.scale_dtype);
+}
+
+// Calls body(block, element, size) for each block of a row: its number, its first element and how many it has.
+template <typename Body>
+PAGEDATTN_INLINE void for_each_block(const LinearInt4Params& p, const Body& body) {
+  int64_t left = p.group_size;  // of the group
+  for (int64_t block = 0, element = 0; element < p.in_features; ++block) {
+    const int64_t size = smaller(left, INT4_BLOCK);
+    body(block, element, size);
+    element += size;
+    left = left > size ? left - size : p.group_size;
+  }
 }
 
 // Of VEC_SIZE features of a panel, from `feature` on. scales: what follows the blocks of a group.

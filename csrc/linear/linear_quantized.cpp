@@ -13,6 +13,10 @@ int64_t scratch_rows_of(int64_t num_rows) {
   return num_rows <= MAX_ROWS_WITHOUT_TILES ? num_rows : ceil_div(num_rows, ROWS_PER_TILE) * ROWS_PER_TILE;
 }
 
+int64_t code_stride_of(const LinearParams& params) {
+  return ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
+}
+
 class Int8 {
  public:
   using Params = LinearInt8Params;
@@ -59,10 +63,6 @@ class Int8 {
   }
 
  private:
-  static int64_t code_stride_of(const Params& params) {
-    return ceil_div(params.in_features, CODE_MULTIPLE) * CODE_MULTIPLE;
-  }
-
   int64_t code_stride_;
   int64_t num_quads_;
   std::unique_ptr<int8_t[]> codes_;
@@ -94,13 +94,15 @@ class Int4 {
   static int64_t scratch_rows(int64_t num_rows) { return scratch_rows_of(num_rows); }
 
   Int4(const Params& params, int64_t scratch_rows)
-      : in_features_(params.in_features),
-        codes_(std::make_unique_for_overwrite<int8_t[]>(scratch_rows * in_features_)),
-        blocks_(std::make_unique_for_overwrite<QuantizedBlock[]>(scratch_rows * in_features_ / INT4_BLOCK)) {}
+      : code_stride_(code_stride_of(params)),
+        codes_(std::make_unique_for_overwrite<int8_t[]>(scratch_rows * code_stride_)),
+        block_scales_(std::make_unique_for_overwrite<float[]>(scratch_rows * params.num_blocks())),
+        code_sums_(std::make_unique_for_overwrite<CodeSums[]>(scratch_rows * params.num_steps())) {}
   void give_scratch(Params& chunk, int64_t scratch_row) {
-    chunk.code_stride = in_features_;
-    chunk.codes = codes_.get() + scratch_row * in_features_;
-    chunk.blocks = blocks_.get() + scratch_row * in_features_ / INT4_BLOCK;
+    chunk.code_stride = code_stride_;
+    chunk.codes = codes_.get() + scratch_row * code_stride_;
+    chunk.block_scales = block_scales_.get() + scratch_row * chunk.num_blocks();
+    chunk.code_sums = code_sums_.get() + scratch_row * chunk.num_steps();
   }
 
   static void select_expert(Params& params, int64_t expert, int64_t weight_bytes) {
@@ -109,9 +111,10 @@ class Int4 {
   }
 
  private:
-  int64_t in_features_;
+  int64_t code_stride_;
   std::unique_ptr<int8_t[]> codes_;
-  std::unique_ptr<QuantizedBlock[]> blocks_;
+  std::unique_ptr<float[]> block_scales_;
+  std::unique_ptr<CodeSums[]> code_sums_;
 };
 
 void set_weight(const Door& door, LinearInt8Params& params, const Tensor& packed_weight, const Tensor& weight_scales,
@@ -133,12 +136,12 @@ void set_weight(const Door& door, LinearInt8Params& params, const Tensor& packed
 
 void set_weight(const Door& door, LinearInt4Params& params, const Tensor& packed_weight, int64_t group_size,
                 int64_t out_features, std::optional<ScalarType> scale_dtype, std::optional<int64_t> num_experts = {}) {
-  door.check(group_size >= INT4_BLOCK && group_size % INT4_BLOCK == 0, "group_size", "expected a multiple of ",
-             INT4_BLOCK, ", got ", group_size);
+  door.check(group_size >= INT4_STEP && group_size % INT4_STEP == 0, "group_size", "expected a multiple of ", INT4_STEP,
+             ", got ", group_size);
   door.check(params.in_features >= group_size && params.in_features % group_size == 0, "input",
              "expected rows of a whole number of groups of ", group_size, " elements, got ", params.in_features);
   params.num_groups = params.in_features / group_size;
-  params.blocks_per_group = group_size / INT4_BLOCK;
+  params.group_size = group_size;
   set_out_features(door, params, out_features);
   const ScalarType packed_scales = scale_dtype.value_or(ScalarType::Float);
   const bool is_half = packed_scales == ScalarType::Half;

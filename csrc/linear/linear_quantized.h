@@ -45,15 +45,16 @@ struct LinearInt8Params : LinearParams {
   constexpr int64_t num_quads() const { return (in_features + QUAD - 1) / QUAD; }
 };
 
-constexpr int INT4_BLOCK = 32;  // adjacent elements of a row with one scale
+constexpr int INT4_STEP = 32;    // a group of a weight is some steps
+constexpr int INT4_BLOCK = 128;  // at most so many adjacent elements of a row, beside one group, have one scale
 
-struct QuantizedBlock {
-  float scale;
-  int16_t sums_of_codes[2];  // of elements 0 and 1 of the quads, and of elements 2 and 3; not set for tiles
+// Of elements 0 and 1 of some quads, and of elements 2 and 3.
+struct CodeSums {
+  int16_t halves[2];
 };
 
-// In a packed weight, a group of a panel consists of its blocks, then 16 scales in float16 or float32, then 16 zeros of
-// a byte each. A block is [4, 16, 4] bytes for 4 pairs of quads. The low bits of a byte are from the first quad of a
+// In a packed weight, a group of a panel consists of its steps, then 16 scales in float16 or float32, then 16 zeros of
+// a byte each. A step is [4, 16, 4] bytes for 4 pairs of quads. The low bits of a byte are from the first quad of a
 // pair, the high bits from the second quad.
 constexpr int64_t int4_scale_bytes(DType scale_dtype) { return LINEAR_PANEL * (element_size(scale_dtype) + 1); }
 constexpr int64_t int4_group_bytes(int64_t group_size, DType scale_dtype) {
@@ -63,13 +64,18 @@ constexpr int64_t int4_group_bytes(int64_t group_size, DType scale_dtype) {
 struct LinearInt4Params : LinearParams {
   const uint8_t* weight;  // [num_panels, num_groups, bytes of a group]
   int64_t num_groups;
-  int64_t blocks_per_group;
+  int64_t group_size;
   DType scale_dtype;  // of the weight's scales
 
   // Scratch: the quantized rows.
-  int8_t* codes;           // tiles of [code_stride / 4, rows of the tile, 4], or [in_features / 32, 16, 32]
-  int64_t code_stride;     // in_features
-  QuantizedBlock* blocks;  // tiles of [in_features / 32, rows of the tile], or [in_features / 32, 16]
+  int8_t* codes;        // tiles of [code_stride / 4, rows of the tile, 4], or [code_stride / 64, 16, 64]
+  int64_t code_stride;  // in_features, rounded up to a multiple of CODE_MULTIPLE
+  float* block_scales;  // tiles of [num_blocks(), rows of the tile], or [num_blocks(), 16]
+  CodeSums* code_sums;  // tiles of [num_blocks() or num_steps(), rows of the tile]
+
+  constexpr int64_t num_steps() const { return in_features / INT4_STEP; }
+  constexpr int64_t blocks_per_group() const { return (group_size + INT4_BLOCK - 1) / INT4_BLOCK; }
+  constexpr int64_t num_blocks() const { return num_groups * blocks_per_group(); }
 };
 
 // Rows [begin, end).

@@ -100,10 +100,10 @@ void pack_linear_weight_int4(Tensor& out, const Tensor& codes, const Tensor& sca
   params.scales = scales.const_data_ptr();
   params.num_groups = scales.size(1);
   const int64_t group_size = params.num_groups == 0 ? 0 : params.in_features / params.num_groups;
-  door.check(scales.size(0) == params.out_features && group_size > 0 && group_size % INT4_BLOCK == 0 &&
+  door.check(scales.size(0) == params.out_features && group_size > 0 && group_size % INT4_STEP == 0 &&
                  group_size * params.num_groups == params.in_features,
              "scales", "expected shape [", params.out_features, ", ", params.in_features, " / a multiple of ",
-             INT4_BLOCK, "], got ", scales.sizes());
+             INT4_STEP, "], got ", scales.sizes());
   door.dtype("zeros", zeros, ScalarType::Byte);
   door.shape("zeros", zeros, {params.out_features, params.num_groups});
   params.zeros_stride = row_stride(door, "zeros", zeros);

@@ -69,9 +69,9 @@ void quantize_weight_int4(Tensor& codes, Tensor& scales, Tensor& zeros, const Te
   const Door door("quantize_weight_int4", weight);
   QuantizeWeightInt4Params params{};
   set_weight(door, params, weight);
-  door.check(params.in_features % INT4_BLOCK == 0, "weight", "expected in_features that are a multiple of ", INT4_BLOCK,
+  door.check(params.in_features % INT4_STEP == 0, "weight", "expected in_features that are a multiple of ", INT4_STEP,
              ", got ", params.in_features);
-  const int64_t num_groups = params.in_features / INT4_BLOCK;
+  const int64_t num_groups = params.in_features / INT4_STEP;
   check_out(door, "codes", codes, ScalarType::Byte, {params.out_features, params.in_features});
   params.codes = codes.mutable_data_ptr<uint8_t>();
   check_out(door, "scales", scales, ScalarType::Float, {params.out_features, num_groups});

@@ -24,7 +24,7 @@ struct QuantizeWeightInt8Params : QuantizeWeightParams {
 
 struct QuantizeWeightInt4Params : QuantizeWeightParams {
   uint8_t* codes;  // [out_features, in_features]
-  float* scales;   // [out_features, in_features / INT4_BLOCK]
+  float* scales;   // [out_features, in_features / INT4_STEP]
   uint8_t* zeros;  // like scales
 };
 

@@ -90,7 +90,7 @@ void quantize_row(const QuantizeWeightInt8Params& p, int64_t row) {
 
 // A group in each lane.
 struct Levels {
-  Vec codes[INT4_BLOCK];
+  Vec codes[INT4_STEP];
   Vec zeros;
   Vec scales;
   Vec errors;  // squared
@@ -98,11 +98,11 @@ struct Levels {
 
 // The zero is one of the levels, so that a weight of zero stays zero. When the codes are known, the scale is chosen
 // that fits the codes best.
-PAGEDATTN_INLINE void find_levels(const Vec (&x)[INT4_BLOCK], Vec low, Vec high, double span, Levels& levels) {
+PAGEDATTN_INLINE void find_levels(const Vec (&x)[INT4_STEP], Vec low, Vec high, double span, Levels& levels) {
   const Vec scales = nonzero((high - low) * static_cast<float>(span / MAX_INT4_CODE));
   const Vec zeros = clamp(round_to_int(low / scales * static_cast<float>(-span)), 0.0f, MAX_INT4_CODE);
   Vec products{}, squares{};
-  for (int i = 0; i < INT4_BLOCK; ++i) {
+  for (int i = 0; i < INT4_STEP; ++i) {
     levels.codes[i] = clamp(round_to_int(x[i] / scales + zeros), 0.0f, MAX_INT4_CODE);
     const Vec steps = levels.codes[i] - zeros;
     products = products + x[i] * steps;
@@ -110,7 +110,7 @@ PAGEDATTN_INLINE void find_levels(const Vec (&x)[INT4_BLOCK], Vec low, Vec high,
   }
   const Vec fit = products / nonzero(squares);
   Vec errors{};
-  for (int i = 0; i < INT4_BLOCK; ++i) {
+  for (int i = 0; i < INT4_STEP; ++i) {
     const Vec error = (levels.codes[i] - zeros) * fit - x[i];
     errors = errors + error * error;
   }
@@ -123,18 +123,18 @@ PAGEDATTN_INLINE void find_levels(const Vec (&x)[INT4_BLOCK], Vec low, Vec high,
 template <typename T>
 PAGEDATTN_INLINE void quantize_groups(const QuantizeWeightInt4Params& p, int64_t row, int64_t group, int64_t count,
                                       IntVec& magnitudes) {
-  const T* weight = row_of<T>(p, row) + group * INT4_BLOCK;
-  Vec x[INT4_BLOCK];
-  for (int i = 0; i < INT4_BLOCK; i += VEC_SIZE) {
+  const T* weight = row_of<T>(p, row) + group * INT4_STEP;
+  Vec x[INT4_STEP];
+  for (int i = 0; i < INT4_STEP; i += VEC_SIZE) {
     Vec square[VEC_SIZE];
     PAGEDATTN_UNROLL
-    for (int g = 0; g < VEC_SIZE; ++g) square[g] = g < count ? load(weight + g * INT4_BLOCK + i) : Vec{};
+    for (int g = 0; g < VEC_SIZE; ++g) square[g] = g < count ? load(weight + g * INT4_STEP + i) : Vec{};
     transpose(square);
     PAGEDATTN_UNROLL
     for (int k = 0; k < VEC_SIZE; ++k) x[i + k] = square[k];
   }
   Vec low{}, high{};
-  for (int i = 0; i < INT4_BLOCK; ++i) {
+  for (int i = 0; i < INT4_STEP; ++i) {
     keep_largest(magnitudes, x[i]);
     low = min(low, x[i]);
     high = max(high, x[i]);
@@ -144,23 +144,23 @@ PAGEDATTN_INLINE void quantize_groups(const QuantizeWeightInt4Params& p, int64_t
   for (int s = 1; s < 3; ++s) {
     find_levels(x, low, high, SPANS[s], candidate);
     const IntVec is_better = candidate.errors < best.errors;
-    for (int i = 0; i < INT4_BLOCK; ++i) best.codes[i] = select(is_better, candidate.codes[i], best.codes[i]);
+    for (int i = 0; i < INT4_STEP; ++i) best.codes[i] = select(is_better, candidate.codes[i], best.codes[i]);
     best.zeros = select(is_better, candidate.zeros, best.zeros);
     best.scales = select(is_better, candidate.scales, best.scales);
     best.errors = select(is_better, candidate.errors, best.errors);
   }
-  uint32_t quads[INT4_BLOCK / QUAD][VEC_SIZE];
-  for (int q = 0; q < INT4_BLOCK / QUAD; ++q) {
+  uint32_t quads[INT4_STEP / QUAD][VEC_SIZE];
+  for (int q = 0; q < INT4_STEP / QUAD; ++q) {
     UintVec quad{};
     for (int i = 0; i < QUAD; ++i) quad |= (UintVec) __builtin_convertvector(best.codes[q * QUAD + i], IntVec) << 8 * i;
     __builtin_memcpy(quads[q], &quad, sizeof quad);
   }
-  const int64_t num_groups = p.in_features / INT4_BLOCK;
-  uint8_t* codes = p.codes + row * p.in_features + group * INT4_BLOCK;
+  const int64_t num_groups = p.in_features / INT4_STEP;
+  uint8_t* codes = p.codes + row * p.in_features + group * INT4_STEP;
   float* scales = p.scales + row * num_groups + group;
   uint8_t* zeros = p.zeros + row * num_groups + group;
   for (int64_t g = 0; g < count; ++g) {
-    for (int q = 0; q < INT4_BLOCK / QUAD; ++q) __builtin_memcpy(codes + g * INT4_BLOCK + q * QUAD, &quads[q][g], QUAD);
+    for (int q = 0; q < INT4_STEP / QUAD; ++q) __builtin_memcpy(codes + g * INT4_STEP + q * QUAD, &quads[q][g], QUAD);
     scales[g] = best.scales[g];
     zeros[g] = static_cast<uint8_t>(best.zeros[g]);
   }
@@ -168,7 +168,7 @@ PAGEDATTN_INLINE void quantize_groups(const QuantizeWeightInt4Params& p, int64_t
 
 template <typename T>
 void quantize_row(const QuantizeWeightInt4Params& p, int64_t row) {
-  const int64_t num_groups = p.in_features / INT4_BLOCK;
+  const int64_t num_groups = p.in_features / INT4_STEP;
   IntVec magnitudes{};
   int64_t group = 0;
   for (; group + VEC_SIZE <= num_groups; group += VEC_SIZE) quantize_groups<T>(p, row, group, VEC_SIZE, magnitudes);

@@ -6,10 +6,10 @@ MAX_HEAD_SIZE: int
 MAX_BLOCK_SIZE: int
 INT8_SCALE_ROWS: int
 
-# Of packed weights: output features that lie together, adjacent weights of one of them, weights that share a scale.
+# Of packed weights: output features that lie together, adjacent weights of one of them, parts of a group of int4.
 LINEAR_PANEL: int
 LINEAR_QUAD: int
-INT4_BLOCK: int
+INT4_STEP: int
 
 def cpu_capability() -> str: ...
 def set_cpu_capability(name: str) -> None: ...

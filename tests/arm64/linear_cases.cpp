@@ -116,7 +116,7 @@ void by_int8(Judge& judge, DType dtype, int64_t in_features, const std::vector<i
 }
 
 void by_int4(Judge& judge, DType dtype, DType scale_dtype, const std::vector<int64_t>& row_counts) {
-  constexpr int64_t IN_FEATURES = 320, GROUP = 64, NUM_GROUPS = IN_FEATURES / GROUP;
+  constexpr int64_t IN_FEATURES = 320, GROUP = 160, NUM_GROUPS = IN_FEATURES / GROUP;
   Tensor bias(DType::FLOAT32, OUT_FEATURES, 1.0), scales(scale_dtype, OUT_FEATURES * NUM_GROUPS, 0.1);
   std::vector<uint8_t> codes(OUT_FEATURES * IN_FEATURES), zeros(OUT_FEATURES * NUM_GROUPS);
   for (uint8_t& code : codes) code = static_cast<uint8_t>(below(16));
@@ -138,16 +138,18 @@ void by_int4(Judge& judge, DType dtype, DType scale_dtype, const std::vector<int
   for (const int64_t num_rows : row_counts) {
     Tensor rows(dtype, num_rows * IN_FEATURES, 1.0), out(dtype, num_rows * OUT_FEATURES);
     Tensor row_codes(DType::INT8, num_rows * IN_FEATURES);
-    std::vector<QuantizedBlock> blocks(static_cast<size_t>(num_rows * IN_FEATURES / INT4_BLOCK));
     LinearInt4Params p{};
     set_common(p, rows, num_rows, IN_FEATURES, bias, out);
     p.weight = panels.data<uint8_t>();
     p.num_groups = NUM_GROUPS;
-    p.blocks_per_group = GROUP / INT4_BLOCK;
+    p.group_size = GROUP;
     p.scale_dtype = scale_dtype;
     p.codes = row_codes.data<int8_t>();
     p.code_stride = IN_FEATURES;
-    p.blocks = blocks.data();
+    Tensor block_scales(DType::FLOAT32, num_rows * p.num_blocks());
+    p.block_scales = block_scales.data<float>();
+    std::vector<CodeSums> code_sums(static_cast<size_t>(num_rows * p.num_steps()));
+    p.code_sums = code_sums.data();
     PAGEDATTN_CPU_KERNEL(quantize_rows_int4)(p, 0, num_rows);
     PAGEDATTN_CPU_KERNEL(linear_int4)(p, 0, NUM_PANELS);
     const std::string of_rows = name + ", " + std::to_string(num_rows) + " rows";

@@ -208,7 +208,7 @@ def make_int4_layer(
 @given(
     num_rows=st.integers(0, 40),
     num_groups=st.integers(1, 5),
-    group_size=st.sampled_from([32, 64, 128]),
+    group_size=st.sampled_from([32, 64, 96, 128, 160, 288]),
     out_features=st.integers(1, 100),
     dtype=st.sampled_from(DTYPES),
     scale_dtype=st.sampled_from(DTYPES),
@@ -217,6 +217,7 @@ def make_int4_layer(
     seed=st.integers(0, 9),
 )
 @example(130, 9, 128, 17, torch.float32, torch.float16, True, 0, 0)  # more than a chunk of rows
+@example(40, 3, 160, 35, torch.float32, torch.float16, True, 0, 0)  # blocks of 128 and of 32, in and across ranges
 def test_int4(num_rows, num_groups, group_size, out_features, dtype, scale_dtype, with_bias, gap, seed):
     in_features = num_groups * group_size
     layer = make_int4_layer(in_features, out_features, group_size, scale_dtype, seed)
@@ -291,7 +292,8 @@ def test_int4_row_that_is_not_finite(bad):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("in_features", "group_size", "scale_dtype"), [(1152, 32, torch.float16), (2176, 128, torch.float32)]
+    ("in_features", "group_size", "scale_dtype"),
+    [(1152, 32, torch.float16), (2176, 128, torch.float32), (672, 224, torch.float16)],
 )
 def test_int4_rows_are_independent(several_threads, in_features, group_size, scale_dtype):
     """Chunks have 128 rows, and 64 of more than 2048 features."""

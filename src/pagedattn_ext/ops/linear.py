@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pagedattn_ext._C import INT4_BLOCK
+from pagedattn_ext._C import INT4_STEP
 from pagedattn_ext._C import LINEAR_PANEL as PANEL
 from pagedattn_ext._C import LINEAR_QUAD as QUAD
 from pagedattn_ext.huge_pages import empty_huge_pages
@@ -149,9 +149,9 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor, out: T
         scales.shape[0] != out_features
         or num_groups == 0
         or in_features == 0
-        or in_features % (num_groups * INT4_BLOCK) != 0
+        or in_features % (num_groups * INT4_STEP) != 0
     ):
-        expected = f"shape [{out_features}, {in_features} / a multiple of {INT4_BLOCK}]"
+        expected = f"shape [{out_features}, {in_features} / a multiple of {INT4_STEP}]"
         raise ValueError(f"{name}: scales: expected {expected}, got {list(scales.shape)}")
     _check_matrix(name, "zeros", zeros, torch.uint8)
     if zeros.shape != scales.shape:
@@ -185,7 +185,7 @@ def quantize_weight_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         zeros: uint8, like scales, from 0 to 15.
     """
     _check_weight("quantize_weight_int4", weight)
-    groups = (weight.shape[0], weight.shape[1] // INT4_BLOCK)
+    groups = (weight.shape[0], weight.shape[1] // INT4_STEP)
     codes = weight.new_empty(weight.shape, dtype=torch.uint8)
     scales, zeros = weight.new_empty(groups, dtype=torch.float32), weight.new_empty(groups, dtype=torch.uint8)
     call_on_cpu("quantize_weight_int4", codes, scales, zeros, _with_rows(weight))
@@ -202,9 +202,10 @@ def linear_int4(
 ) -> Tensor:
     """input @ ((codes - zeros) * scales).T + bias, of rows rounded to 8 bits and weights of 4 bits.
 
-    Every 32 elements of a row are quantized by themselves, at every call, as rows are in `linear_int8`. Their products
-    are summed in integers, exactly. The sums are multiplied by both scales and added in fp32, always in the same order.
-    So a row's result does not depend on the other rows. A row with NaN or infinity gives NaN. On the CPU only.
+    A row is quantized in blocks, at every call: a block is the elements beside a group of weights, 128 of them at most.
+    Its largest element becomes 127. The products of a block are summed in integers, exactly. The sums are multiplied by
+    both scales and added in fp32, always in the same order. So a row's result does not depend on the other rows. A row
+    with NaN or infinity gives NaN. On the CPU only.
 
     Args:
         input: [..., in_features], evenly spaced rows.

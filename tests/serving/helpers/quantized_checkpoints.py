@@ -3,12 +3,13 @@
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from checkpoints import change_config, make_model
-from reference import int8_rows
+from reference import int4_rows, int8_rows
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -103,11 +104,14 @@ def quantize_saved(directory: Path, config: dict[str, Any], are_quantized: Calla
 
 
 def quantize_inputs(model: PreTrainedModel, group_size: Callable[[str, nn.Module], int | None]) -> PreTrainedModel:
-    """A copy of the model whose linear layers see rows of 8 bits, a scale for each group; None: of 32 bits."""
+    """A copy of the model whose linear layers see rows as linear_int4 rounds them, beside groups of such a size; None:
+    as linear_int8 does; 0: not rounded."""
     model = copy.deepcopy(model)
     for name, layer in linear_layers(model).items():
-        if size := group_size(name, layer):
-            layer.register_forward_pre_hook(lambda _, inputs, size=size: (int8_rows(inputs[0], size),))
+        size = group_size(name, layer)
+        if size != 0:
+            round_rows = int8_rows if size is None else partial(int4_rows, group_size=size)
+            layer.register_forward_pre_hook(lambda _, inputs, round_rows=round_rows: (round_rows(inputs[0]),))
     return model
 
 
@@ -155,7 +159,9 @@ def quantize(weight: Tensor, config: dict[str, Any]) -> tuple[dict[str, Tensor],
     most = (1 << bits) - 1
     # With "act order", the inputs of a group do not lie beside each other.
     is_in_order = not arguments.get("desc_act") and arguments.get("actorder") != "group"
-    places = torch.arange(weight.shape[1]) if is_in_order else torch.randperm(weight.shape[1])
+    places = torch.arange(weight.shape[1])
+    if not is_in_order:
+        places = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(0))
     groups = weight[:, places].reshape(len(weight), -1, weight.shape[1] if size in (None, -1) else size)
     if arguments.get("symmetric", arguments.get("sym", False)):
         scales, zeros = (groups.abs().amax(-1) / (most // 2)).half(), torch.full(groups.shape[:2], most // 2 + 1)

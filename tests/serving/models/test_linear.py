@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from reference import int8_rows
+from reference import int4_rows, int8_rows
 from torch import Tensor, nn
 
 from pagedattn_serve.config import check_quantization
@@ -70,9 +70,9 @@ def test_every_row_is_that_of_a_linear_layer(form: str, shape: tuple[int, ...], 
     with torch.inference_mode():
         out = layer(hidden)
         if form == "int8":
-            weight, hidden = dequantized(quantize_int8(weight)), int8_rows(hidden, 64)
+            weight, hidden = dequantized(quantize_int8(weight)), int8_rows(hidden)
         elif form == "int4":
-            weight, hidden = dequantized(quantize_int4(weight)), int8_rows(hidden, 32)
+            weight, hidden = dequantized(quantize_int4(weight)), int4_rows(hidden, 32)
         expected = nn.functional.linear(hidden, weight, bias if has_bias else None)
     assert out.shape == expected.shape and out.dtype == torch.float32 and out.is_contiguous()
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

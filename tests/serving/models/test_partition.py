@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from quantized_checkpoints import (
     CONFIGS,
     SHAPES,
-    int8_rows,
     linear_layers,
     matrix,
     save_quantized,
     set_matrix,
 )
+from reference import int4_rows, int8_rows
 from safetensors.torch import load_file, save_file
 from thread_ranks import Ranks, ThreadCommunicator, run_ranks
 from torch import Tensor, nn
@@ -237,12 +237,13 @@ def inputs_of_ranks(layer_name: str, in_features: int, world_size: int) -> list[
 
 
 def quantize_by_rank(
-    model: PreTrainedModel, is_int4: Callable[[str, int], bool], weights: bool = True, head: bool = True
+    model: PreTrainedModel, group_size: Callable[[str, int], int | None], weights: bool = True, head: bool = True
 ) -> None:
     """Let the linear layers see rows that are rounded as the ranks do it, each its own part. With `weights`, round
     the weights in the same way.
 
-    is_int4: of the name of a layer and the inputs of a rank. head: whether the last layer is one of them.
+    group_size: of int4, by the name of a layer and the inputs of a rank; None: int8. head: whether the last layer is
+    one of them.
     """
     world_size = 2
     for name, layer in linear_layers(model).items():
@@ -251,14 +252,16 @@ def quantize_by_rank(
         sizes = inputs_of_ranks(name, matrix(layer).shape[1], world_size)
         if weights:
             parts = matrix(layer).split(sizes, dim=1)
-            rounded = [(quantize_int4 if is_int4(name, part.shape[1]) else quantize_int8)(part) for part in parts]
+            rounded = [(quantize_int4 if group_size(name, part.shape[1]) else quantize_int8)(part) for part in parts]
             set_matrix(layer, torch.cat([dequantized(part) for part in rounded], dim=1))
 
         def round_rows(_: nn.Module, inputs: tuple[Tensor], name: str = name, sizes: list[int] = sizes) -> Tensor:
             parts = inputs[0].split(sizes, dim=-1)
-            return torch.cat(
-                [int8_rows(part, 32 if is_int4(name, part.shape[-1]) else part.shape[-1]) for part in parts], dim=-1
-            )
+            rounded = []
+            for part in parts:
+                size = group_size(name, part.shape[-1])
+                rounded.append(int8_rows(part) if size is None else int4_rows(part, size))
+            return torch.cat(rounded, dim=-1)
 
         layer.register_forward_pre_hook(round_rows)
 
@@ -274,10 +277,10 @@ def test_quantization(tmp_path: Path, name: str, quantization: str) -> None:
     model.save_pretrained(tmp_path)
     prompts = [[3], [(5 * i) % 97 for i in range(20)]]
 
-    def is_int4(layer_name: str, num_inputs: int) -> bool:
-        return quantization == "int4" and layer_name != "lm_head" and num_inputs % 32 == 0
+    def group_size(layer_name: str, num_inputs: int) -> int | None:
+        return 32 if quantization == "int4" and layer_name != "lm_head" and num_inputs % 32 == 0 else None
 
-    quantize_by_rank(model, is_int4)
+    quantize_by_rank(model, group_size)
     expected = [greedy_reference(model, prompt, NUM_TOKENS) for prompt in prompts]
     for tokens, _ in on_ranks(tmp_path, 2, prompts, quantization=quantization):
         assert tokens == expected
@@ -309,10 +312,12 @@ def test_quantized_checkpoints(tmp_path: Path, name: str, config: str) -> None:
     if name == "llama-gqa":
         wide = dict(hidden_size=128, head_dim=32)
     meant = save_quantized(tmp_path, name, CONFIGS[config], **wide)
-    prompts = [[3], [(5 * i) % 97 for i in range(20)]]
+    prompts = [[3], [(3 * i + 3) % 97 for i in range(8)]]
     stored = parse_format(CONFIGS[config])
-    if stored.QUANTIZATION == "int8":
-        quantize_by_rank(meant, lambda *_: False, weights=isinstance(stored, Anew), head=False)
+    has_row_scales = config in ("int4-channel", "gptq-row")
+    if stored.QUANTIZATION == "int8" or has_row_scales:
+        size_of = (lambda _, num_inputs: num_inputs) if has_row_scales else (lambda *_: None)
+        quantize_by_rank(meant, size_of, weights=isinstance(stored, Anew), head=False)
         expected = [greedy_reference(meant, prompt, NUM_TOKENS) for prompt in prompts]
         assert [tokens for tokens, _ in on_ranks(tmp_path, 2, prompts)] == [expected] * 2
         return
