@@ -11,7 +11,8 @@ Peers: SDPA on contiguous keys and values, with the query heads of a KV head as 
 sequence where lengths differ); varlen_attention on the same keys and values (dense); gathering these from the cache for
 SDPA; a loop over the sequences in plain torch; for a cache of 8 bits, the same tokens in a bf16 cache; for decode over
 caches in the layout NHD, blocks of other sizes and the chunked layout; with --vllm (vllm_kernels.py), vLLM's attention
-on its own pages, without what it plans once for all layers. Prompts over an NHD cache stand beside those that are ours.
+on its own pages, without what it plans once for all layers, and in 16 bits SGLang's on tokens in random order. Prompts
+over an NHD cache stand beside those that are ours.
 Shared: sequences with a common prefix, beside equally long sequences without one. GFLOP/s counts every row's pairs, and
 the share is of a matrix product in float32. Then the time to find out what is shared, beside the least time that the
 call could take. Last, the latency of single small calls, on a quiet machine and beside busy processes.
@@ -31,7 +32,7 @@ from typing import TypeVar
 import cuda_timing
 import torch
 from attention.inputs import Attention, Mixed, Model, NhdDecode, Quantized, SharedDecode
-from attention.peers import fastest_sdpa, flash, flashinfer_decode, vllm_attention
+from attention.peers import attention_in_wheel, fastest_sdpa, flash, flashinfer_decode
 from attention.plan import Planner, decode_tables
 from harness import (
     Probe,
@@ -127,7 +128,7 @@ def bench_decode(
 ) -> Row:
     num_bytes = kv_bytes(model, seq_lens, dtype)
     inputs = make_inputs(partial(Attention, model, seq_lens, 1, dtype), num_bytes, device)
-    functions = {"ours": Attention.decode, **peers, **vllm_attention(inputs)}
+    functions = {"ours": Attention.decode, **peers, **attention_in_wheel(inputs)}
     seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)
     return Row("decode", f"{model.name}, {name}", dtype, num_bytes, probe, seconds)
 
@@ -220,7 +221,7 @@ def bench_prefill(
 ) -> Row:
     make = partial(Attention, model, [prefix + num_tokens], num_tokens, dtype)
     inputs = make_inputs(make, cold_bytes(device), device)  # one: arithmetic is the limit
-    functions = {"ours": Attention.prefill, "dense": Attention.dense, "SDPA": sdpa, **vllm_attention(inputs)}
+    functions = {"ours": Attention.prefill, "dense": Attention.dense, "SDPA": sdpa, **attention_in_wheel(inputs)}
     if device == "cpu":
         functions["NHD"] = Attention.prefill_nhd
     seconds = check_and_time(functions, inputs, tolerance(dtype), num_rounds, probe)

@@ -94,7 +94,7 @@ def copy_of(module: Any) -> Any:
 
 
 def of_vllm(module: Any) -> Callable[[Routed], Tensor]:
-    packed, isa = [], vllm_kernels.experts_isa(module.down_proj.dtype)
+    packed, isa = [], vllm_kernels.isa(module.down_proj.dtype)
     for weight in (module.gate_up_proj, module.down_proj):
         packed.append(torch.empty_like(weight))
         torch.ops._C.prepack_moe_weight(weight, packed[-1], isa)

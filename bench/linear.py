@@ -10,7 +10,8 @@ Packed weights and the probe's memory lie in huge pages where the system grants 
 The peers of float weights are F.linear and, in fp32, oneDNN's product with a weight packed for 64 rows, as torch takes
 it in compiled models. The peer of int8 is torch.ops.quantized.linear_dynamic (FBGEMM), which takes fp32. With --vllm
 (vllm_kernels.py), oneDNN as vLLM calls it is one of both, where oneDNN has such a product for the CPU. int4 stands
-beside our int8 with the same weights: torch's 4-bit product takes rows in bf16 alone.
+beside our int8 with the same weights and, for rows of 16 bits, vLLM's product, which does not quantize rows. SGLang's
+products are peers of bf16, and of rows in bf16 beside int8 and int4, where they are loaded (sglang_kernels.py).
 
 FBGEMM rounds all rows with one scale, and to 7 bits where 8 bits would overflow. So results are compared with a
 tolerance of 3% of the largest. oneDNN does overflow with weights of 8 bits where the CPU has no VNNI. So the codes here
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+import sglang_kernels
 import torch
 import vllm_kernels
 from harness import (
@@ -43,7 +45,7 @@ from pagedattn_ext import ops
 
 LAYERS = [(768, 4096), (2048, 8192)]  # in_features, out_features
 NUM_ROWS, QUICK_NUM_ROWS = (1, 8, 16, 32, 64, 128, 512, 2048), (1, 8, 64, 512)
-PEERS = "torch", "onednn", "vLLM"
+PEERS = "torch", "onednn", "vLLM", "SGLang"
 PEER_TOLERANCE = 3e-2
 
 
@@ -68,6 +70,8 @@ def make_float(weight_dtype: torch.dtype, in_features: int, out_features: int, d
     if dtype == weight_dtype and vllm_kernels.are_loaded():
         with suppress(RuntimeError):  # oneDNN has no product of bf16 for a CPU without AVX512
             peers["vLLM"] = vllm_kernels.onednn_linear(weight)
+    if dtype == weight_dtype == torch.bfloat16 and sglang_kernels.are_loaded():
+        peers["SGLang"] = sglang_kernels.linear(weight)
     return Layer(packed, lambda rows: ops.linear_packed(rows, packed, out_features), peers)
 
 
@@ -84,6 +88,8 @@ def make_int8(in_features: int, out_features: int, dtype: torch.dtype) -> Layer:
         peers["torch"] = lambda rows: torch.ops.quantized.linear_dynamic(rows, theirs, True)
     if vllm_kernels.are_loaded():
         peers["vLLM"] = vllm_kernels.onednn_linear_int8(weight, scales, bias, dtype)
+    if dtype == torch.bfloat16 and sglang_kernels.are_loaded():
+        peers["SGLang"] = sglang_kernels.linear_int8(weight, scales, bias)
     return Layer(packed, lambda rows: ops.linear_int8(rows, packed, scales, bias), peers)
 
 
@@ -94,10 +100,13 @@ def make_int4(group_size: int, in_features: int, out_features: int, dtype: torch
     scales = row_scales.repeat(1, in_features // group_size)
     packed = ops.pack_linear_weight_int4(codes, scales, torch.full_like(scales, 8, dtype=torch.uint8))
     packed_int8, scales_int8 = ops.pack_linear_weight_int8((codes.int() - 8).to(torch.int8)), row_scales.float()[:, 0]
+    peers = {"int8": lambda rows: ops.linear_int8(rows, packed_int8, scales_int8)}
+    if theirs := vllm_kernels.wna16_linear(codes, scales, dtype):
+        peers["vLLM"] = theirs
+    if dtype == torch.bfloat16 and sglang_kernels.are_loaded():
+        peers["SGLang"] = sglang_kernels.linear_int4(codes, scales)
     return Layer(
-        packed,
-        lambda rows: ops.linear_int4(rows, packed, group_size, out_features, scale_dtype=scales.dtype),
-        {"int8": lambda rows: ops.linear_int8(rows, packed_int8, scales_int8)},
+        packed, lambda rows: ops.linear_int4(rows, packed, group_size, out_features, scale_dtype=scales.dtype), peers
     )
 
 

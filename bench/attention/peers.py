@@ -1,11 +1,12 @@
-"""The peers of bench/attn.py. On a CPU: vLLM's attention, where its kernels are loaded. On a GPU: the backends of
-torch's SDPA, and FlashInfer where it is installed."""
+"""The peers of bench/attn.py. On a CPU: vLLM's and SGLang's attention, where their kernels are loaded. On a GPU: the
+backends of torch's SDPA, and FlashInfer where it is installed."""
 
 import warnings
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TypeVar
 
+import sglang_kernels
 import torch
 import vllm_kernels
 from harness import assert_same, time_interleaved, tolerance
@@ -26,15 +27,22 @@ WORKSPACE_BYTES = 128 << 20  # as FlashInfer advises
 MIN_GROUP_FOR_TENSOR_CORES = 4  # as FlashInfer advises
 
 
-def vllm_attention(inputs: Sequence[Attention]) -> dict[str, Decode]:
-    """vLLM's on pages of its own layout; empty where its kernels are not loaded."""
-    if not vllm_kernels.are_loaded():
-        return {}
-    runs: dict[int, Callable[[], Tensor]] = {}
-    for attention in inputs:
-        paged = vllm_kernels.PagedKv(attention.key, attention.value, attention.seq_lens)
-        runs[id(attention)] = paged.attention(attention.query, attention.query_start_loc)
-    return {"vLLM": lambda attention: runs[id(attention)]()}
+def attention_in_wheel(inputs: Sequence[Attention]) -> dict[str, Decode]:
+    """vLLM's on pages of its own layout, and SGLang's on tokens in random order; empty where no kernels are loaded."""
+    caches: dict[str, type[vllm_kernels.PagedKv | sglang_kernels.TokenKv]] = {}
+    if vllm_kernels.are_loaded():
+        caches["vLLM"] = vllm_kernels.PagedKv
+    if sglang_kernels.has_attention(inputs[0].query.dtype, inputs[0].query.shape[-1]):
+        caches["SGLang"] = sglang_kernels.TokenKv
+
+    def peer(cache: type[vllm_kernels.PagedKv | sglang_kernels.TokenKv]) -> Decode:
+        runs: dict[int, Callable[[], Tensor]] = {}
+        for attention in inputs:
+            kept = cache(attention.key, attention.value, attention.seq_lens)
+            runs[id(attention)] = kept.attention(attention.query, attention.query_start_loc)
+        return lambda attention: runs[id(attention)]()
+
+    return {name: peer(cache) for name, cache in caches.items()}
 
 
 def with_backend(backend: SDPBackend, function: Callable[[T], Tensor]) -> Callable[[T], Tensor]:
