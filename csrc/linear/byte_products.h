@@ -15,8 +15,24 @@ constexpr int BYTES_PER_QUAD = LINEAR_PANEL * QUAD;  // of a panel
 constexpr int MAX_TILE_ROWS = NUM_REGISTERS == 32 ? 6 : 4;
 constexpr int MAX_SINGLE_TILE_ROWS = VEC_BYTES >= 32 ? 12 : MAX_TILE_ROWS;
 
-constexpr int max_tile_rows(int64_t num_rows) {
-  return num_rows <= MAX_SINGLE_TILE_ROWS ? MAX_SINGLE_TILE_ROWS : MAX_TILE_ROWS;
+// Up to so many single tiles of int4 unpack the weights one after the other, each in registers: this takes less time
+// than to unpack them once, into memory.
+#if defined(__AVX512VNNI__)
+constexpr int MOST_SINGLE_TILES = 4;
+#else
+constexpr int MOST_SINGLE_TILES = VEC_BYTES == 64 ? 2 : 1;
+#endif
+
+constexpr int64_t num_single_tiles(int64_t num_rows) {
+  return (num_rows + MAX_SINGLE_TILE_ROWS - 1) / MAX_SINGLE_TILE_ROWS;
+}
+
+constexpr int64_t max_tile_rows(const LinearInt8Params& p) {
+  return p.num_rows <= MAX_SINGLE_TILE_ROWS ? MAX_SINGLE_TILE_ROWS : MAX_TILE_ROWS;
+}
+constexpr int64_t max_tile_rows(const LinearInt4Params& p) {
+  const int64_t num_tiles = num_single_tiles(p.num_rows);
+  return num_tiles <= MOST_SINGLE_TILES ? (p.num_rows + num_tiles - 1) / num_tiles : MAX_TILE_ROWS;
 }
 
 // How many panels a single tile is multiplied with at once. Each panel is a stream of memory.
@@ -62,12 +78,14 @@ PAGEDATTN_INLINE UintVec add_products(UintVec sums, UintVec weights, UintVec cod
 #endif
 }
 
-// The tile that a row belongs to, as for_each_tile makes tiles.
-PAGEDATTN_INLINE int64_t first_row_of_tile(int64_t num_rows, int64_t row) {
-  return row - row % max_tile_rows(num_rows);
+// The tile that a row belongs to. The rows that are left in the end are a smaller tile.
+template <typename Params>
+PAGEDATTN_INLINE int64_t first_row_of_tile(const Params& p, int64_t row) {
+  return row - row % max_tile_rows(p);
 }
-PAGEDATTN_INLINE int64_t rows_of_tile(int64_t num_rows, int64_t first_row) {
-  return smaller(num_rows - first_row, max_tile_rows(num_rows));
+template <typename Params>
+PAGEDATTN_INLINE int64_t rows_of_tile(const Params& p, int64_t first_row) {
+  return smaller(p.num_rows - first_row, max_tile_rows(p));
 }
 
 // Where the codes of a row lie. Codes lie tile by tile, and in a tile quad by quad: the quads of all its rows are side
@@ -90,8 +108,8 @@ struct RowCodes {
 
 template <typename Params>
 PAGEDATTN_INLINE RowCodes row_codes(const Params& p, int64_t row) {
-  const int64_t tile = first_row_of_tile(p.num_rows, row);
-  return {p.codes + tile * p.code_stride + (row - tile) * QUAD, rows_of_tile(p.num_rows, tile) * QUAD};
+  const int64_t tile = first_row_of_tile(p, row);
+  return {p.codes + tile * p.code_stride + (row - tile) * QUAD, rows_of_tile(p, tile) * QUAD};
 }
 
 // Calls tile.operator()<ROWS>(row) for tiles of MAX_ROWS rows, and once for the rows that are left.

@@ -319,17 +319,33 @@ PAGEDATTN_INLINE void dispatch_blocks(const LinearInt4Params& p, const Body& bod
   p.group_size == INT4_STEP ? body.template operator()<true>() : body.template operator()<false>();
 }
 
-// The sums of a single tile.
+// The sums of a single tile, from `row` on.
 template <int ROWS, int PANELS, bool IS_STEP>
-void sum_one_tile(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
+void sum_tile(const LinearInt4Params& p, int64_t row, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
   Vec tile_sums[ROWS * PANELS * PANEL_VECS] = {};
-  BlockOfRows<ROWS> rows(p, 0, 0, 0);
+  BlockOfRows<ROWS> rows(p, row, 0, 0);
   for_each_packed_block<PANELS, IS_STEP>(p, weights, panel_bytes, [&](const auto& block) PAGEDATTN_ALWAYS_INLINE {
     add_tile<PANELS>(block, rows, tile_sums);
     rows.go_on(block.num_steps);
   });
+  sums += row * PANELS * PANEL_VECS;
   PAGEDATTN_UNROLL
   for (int i = 0; i < ROWS * PANELS * PANEL_VECS; ++i) sums[i] = tile_sums[i];
+}
+
+template <int ROWS, int PANELS, bool IS_STEP>
+void sum_one_tile(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
+  sum_tile<ROWS, PANELS, IS_STEP>(p, 0, weights, panel_bytes, sums);
+}
+
+// The sums of a few single tiles, which find the weights in a near cache but for the first.
+template <int PANELS, bool IS_STEP>
+void sum_single_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
+  constexpr int LEAST_ROWS = MAX_SINGLE_TILE_ROWS / 2;
+  for (int64_t row = 0; row < p.num_rows; row += max_tile_rows(p)) {
+    dispatch_tile_rows<MAX_SINGLE_TILE_ROWS, LEAST_ROWS>(
+        rows_of_tile(p, row), [&]<int ROWS>() { sum_tile<ROWS, PANELS, IS_STEP>(p, row, weights, panel_bytes, sums); });
+  }
 }
 
 // The sums of several tiles. A range of blocks is unpacked once for all tiles.
@@ -369,8 +385,8 @@ template <typename T, bool IS_STEP>
 void quantize_row(const LinearInt4Params& p, int64_t row) {
   const T* input = static_cast<const T*>(p.input) + row * p.input_stride;
   const RowCodes codes = row_codes(p, row);
-  const int64_t tile = first_row_of_tile(p.num_rows, row);
-  const int64_t tile_rows = rows_of_tile(p.num_rows, tile);
+  const int64_t tile = first_row_of_tile(p, row);
+  const int64_t tile_rows = rows_of_tile(p, tile);
   float* scales = p.block_scales + tile * p.num_blocks() + row - tile;
   CodeSums* code_sums = p.code_sums + tile * (SUMS_HAVE_16_BITS ? p.num_steps() : p.num_blocks()) + row - tile;
   for_each_block(p, [&](int64_t block, int64_t first, int64_t any_size) PAGEDATTN_ALWAYS_INLINE {
@@ -408,6 +424,14 @@ void linear_int4(const LinearInt4Params& params, int64_t begin, int64_t end) {
       write_out<PANELS, T>(params, panel * LINEAR_PANEL, reinterpret_cast<const float*>(sums));
     };
     dispatch_blocks(params, [&]<bool IS_STEP>() {
+      if constexpr (MOST_SINGLE_TILES > 1) {
+        const int64_t num_tiles = num_single_tiles(params.num_rows);
+        if (num_tiles > 1 && num_tiles <= MOST_SINGLE_TILES) {
+          return for_each_panels<panels_at_once(MAX_SINGLE_TILE_ROWS)>(begin, end, [&]<int PANELS>(int64_t panel) {
+            multiply.template operator()<PANELS>(panel, sum_single_tiles<PANELS, IS_STEP>);
+          });
+        }
+      }
       dispatch_tiles<MAX_SINGLE_TILE_ROWS, panels_at_once>(
           params.num_rows, begin, end,
           [&]<int ROWS, int PANELS>(int64_t panel) {

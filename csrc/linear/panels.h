@@ -27,11 +27,11 @@ PAGEDATTN_INLINE void for_each_panels(int64_t begin, int64_t end, const Body& bo
   }
 }
 
-// Calls body.operator()<tile_rows>(), where tile_rows is from 1 to ROWS.
-template <int ROWS, typename Body>
+// Calls body.operator()<tile_rows>(), where tile_rows is from LEAST_ROWS to ROWS.
+template <int ROWS, int LEAST_ROWS = 1, typename Body>
 PAGEDATTN_INLINE void dispatch_tile_rows(int64_t tile_rows, const Body& body) {
-  if constexpr (ROWS > 1) {
-    if (tile_rows < ROWS) return dispatch_tile_rows<ROWS - 1>(tile_rows, body);
+  if constexpr (ROWS > LEAST_ROWS) {
+    if (tile_rows < ROWS) return dispatch_tile_rows<ROWS - 1, LEAST_ROWS>(tile_rows, body);
   }
   body.template operator()<ROWS>();
 }
