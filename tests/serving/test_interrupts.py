@@ -108,7 +108,7 @@ class Places:
         return self._place(frame, event, arg) if frame.f_code.co_filename in self.files else None
 
     def _place(self, frame: FrameType, event: str, arg: object) -> Callable[..., Any]:
-        if event in ("call", "line") and frame.f_lasti not in _exits(frame.f_code):
+        if event in ("call", "line") and frame.f_lasti not in _without_signals(frame.f_code):
             self.count += 1
             self.seen.append((frame.f_code.co_qualname, frame.f_lineno))
             if self.count == self.at:
@@ -117,11 +117,12 @@ class Places:
 
 
 @cache
-def _exits(code: CodeType) -> set[int]:
-    """The instructions, by offset, between the body of a `with` and the call of `__exit__`. No signal comes there, as
-    Python handles signals where a function begins, after a call, and where a loop goes back."""
-    offsets = set()
+def _without_signals(code: CodeType) -> set[int]:
+    """The instructions, by offset, between the body of a `with` and the call of `__exit__`, and what the line of a
+    `try:` is, which no handler may cover. No signal comes there, as Python handles signals where a function begins,
+    after a call, and where a loop goes back."""
     instructions = list(dis.get_instructions(code))
+    offsets = {each.offset for each in instructions if each.opname == "NOP"}
     for i, ahead in enumerate(zip(instructions, instructions[1:], instructions[2:], strict=False)):
         if [(each.opname, each.argval) for each in ahead] == [("LOAD_CONST", None)] * 3:
             first = i - 1 if instructions[i - 1].opname == "SWAP" else i  # with what the body returns
