@@ -62,13 +62,13 @@ class TokenKv:
             for row, seq_len, count in zip(self.places, self.seq_lens.tolist(), lens.tolist(), strict=True)
             for place in row[seq_len - count : seq_len].tolist()
         ]
-        new_key, new_value = self.key[new], self.value[new]
+        new_key, new_value, starts, most = self.key[new], self.value[new], query_start_loc[:-1], int(lens.max())
 
         def extend() -> Tensor:
             out = torch.empty_like(query)
             torch.ops._C.extend_attention_cpu(
                 query, new_key, new_value, out, self.key, self.value, self.places, numbers, self.seq_lens, lens,
-                query_start_loc[:-1], int(lens.max()), scale, 0.0, False, -1, None, None,
+                starts, most, scale, 0.0, False, -1, None, None,
             )  # fmt: skip
             return out
 

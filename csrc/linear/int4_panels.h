@@ -29,6 +29,28 @@ PAGEDATTN_INLINE void for_each_block(const LinearInt4Params& p, const Body& body
   }
 }
 
+// Adjacent blocks of up to RANGE_STEPS steps, which are unpacked at a time.
+constexpr int RANGE_STEPS = 8;
+struct BlockRange {
+  int64_t first_block = 0;
+  int64_t first_step = 0;
+  int num_blocks = 0;
+  int num_steps = 0;
+  int block_steps[RANGE_STEPS];  // of each block
+
+  PAGEDATTN_INLINE bool has_room(int steps) const { return num_steps + steps <= RANGE_STEPS; }
+  PAGEDATTN_INLINE void add(int steps) {
+    block_steps[num_blocks++] = steps;
+    num_steps += steps;
+  }
+  // Without a block, behind those that there were.
+  PAGEDATTN_INLINE void go_on() {
+    first_block += num_blocks;
+    first_step += num_steps;
+    num_blocks = num_steps = 0;
+  }
+};
+
 // Of VEC_SIZE features of a panel, from `feature` on. scales: what follows the blocks of a group.
 PAGEDATTN_INLINE Vec load_scales(const LinearInt4Params& p, const uint8_t* scales, int feature) {
   return p.scale_dtype == DType::FLOAT16 ? load(reinterpret_cast<const float16*>(scales) + feature)

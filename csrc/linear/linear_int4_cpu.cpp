@@ -12,7 +12,6 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int RANGE_STEPS = 8;  // that are unpacked at a time, where there are several tiles of rows
 constexpr int PREFETCH_BYTES = VEC_BYTES == 64 ? 8192 : 4096;  // under way, of all panels together
 
 // A sum begins with the products of -zero and the row's codes. Without VNNI, a column has two sums of 16 bits: of
@@ -138,58 +137,40 @@ struct UnpackedBlock {
   PAGEDATTN_INLINE Vec scale(int v) const { return scales[v]; }
 };
 
-// Adjacent blocks of up to RANGE_STEPS steps, unpacked.
+// A range of blocks, unpacked for several tiles of rows.
 template <int PANELS, bool IS_STEP>
-class Range {
- public:
-  int64_t first_block() const { return first_block_; }
-  int64_t first_step() const { return first_step_; }
-  bool has_room(int num_steps) const { return num_steps_ + num_steps <= RANGE_STEPS; }
+struct UnpackedRange {
+  static constexpr int VECS = PANELS * PANEL_VECS;
+  BlockRange blocks;
+  Vec scales[RANGE_STEPS][VECS];  // of each block
+  UintVec quads[RANGE_STEPS * QUADS_PER_STEP][VECS];
 
   PAGEDATTN_INLINE void add(const PackedBlock<PANELS, IS_STEP>& packed) {
     const int num_quads = packed.num_steps * QUADS_PER_STEP;
     for (int i = 0; i < num_quads; i += 2) packed.prefetch(i);
-    UintVec(*to)[VECS] = quads_ + num_steps_ * QUADS_PER_STEP;
+    UintVec(*to)[VECS] = quads + blocks.num_steps * QUADS_PER_STEP;
     PAGEDATTN_UNROLL
     for (int v = 0; v < VECS; ++v) {
       const UintVec excess = ((packed.minus_zero(v) + UnpackedBlock<PANELS, IS_STEP>::ZERO) & 0xff) * 0x01010101;
-      scales_[num_blocks_][v] = packed.scale(v);
+      scales[blocks.num_blocks][v] = packed.scale(v);
       for (int i = 0; i < num_quads; i += 2) {
         to[i][v] = packed.quad(i, 0, v) + excess;
         to[i + 1][v] = packed.quad(i, 1, v) + excess;
       }
     }
-    block_steps_[num_blocks_++] = packed.num_steps;
-    num_steps_ += packed.num_steps;
+    blocks.add(packed.num_steps);
   }
 
   // Calls body(block) for each block.
   template <typename Body>
   PAGEDATTN_INLINE void for_each_block(const Body& body) const {
-    const UintVec(*quads)[VECS] = quads_;
-    for (int i = 0; i < num_blocks_; ++i) {
-      const UnpackedBlock<PANELS, IS_STEP> block{quads, scales_[i], block_steps_[i]};
+    const UintVec(*of_block)[VECS] = quads;
+    for (int i = 0; i < blocks.num_blocks; ++i) {
+      const UnpackedBlock<PANELS, IS_STEP> block{of_block, scales[i], blocks.block_steps[i]};
       body(block);
-      quads += block.num_steps * QUADS_PER_STEP;
+      of_block += block.num_steps * QUADS_PER_STEP;
     }
   }
-
-  // Without a block, behind those that there were.
-  PAGEDATTN_INLINE void go_on() {
-    first_block_ += num_blocks_;
-    first_step_ += num_steps_;
-    num_blocks_ = num_steps_ = 0;
-  }
-
- private:
-  static constexpr int VECS = PANELS * PANEL_VECS;
-  int64_t first_block_ = 0;
-  int64_t first_step_ = 0;
-  int num_blocks_ = 0;
-  int num_steps_ = 0;
-  int block_steps_[RANGE_STEPS];  // of each block
-  Vec scales_[RANGE_STEPS][VECS];
-  UintVec quads_[RANGE_STEPS * QUADS_PER_STEP][VECS];
 };
 
 // A block of the rows of a tile.
@@ -353,10 +334,10 @@ template <int PANELS, bool IS_STEP>
 void sum_several_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_t panel_bytes, Vec* sums) {
   constexpr int VECS = PANELS * PANEL_VECS;
   for (int64_t i = 0; i < p.num_rows * VECS; ++i) sums[i] = Vec{};
-  Range<PANELS, IS_STEP> range;
+  UnpackedRange<PANELS, IS_STEP> range;
   const auto multiply = [&]() {
     for_each_tile<MAX_TILE_ROWS>(0, p.num_rows, [&]<int ROWS>(int64_t row) PAGEDATTN_ALWAYS_INLINE {
-      BlockOfRows<ROWS> rows(p, row, range.first_block(), range.first_step());
+      BlockOfRows<ROWS> rows(p, row, range.blocks.first_block, range.blocks.first_step);
       Vec* tile_sums = sums + row * VECS;
       range.for_each_block([&](const auto& block) PAGEDATTN_ALWAYS_INLINE {
         add_tile<PANELS>(block, rows, tile_sums);
@@ -365,10 +346,10 @@ void sum_several_tiles(const LinearInt4Params& p, const uint8_t* weights, int64_
         rows.go_on(block.num_steps);
       });
     });
-    range.go_on();
+    range.blocks.go_on();
   };
   for_each_packed_block<PANELS, IS_STEP>(p, weights, panel_bytes, [&](const auto& block) PAGEDATTN_ALWAYS_INLINE {
-    if (!range.has_room(block.num_steps)) multiply();
+    if (!range.blocks.has_room(block.num_steps)) multiply();
     range.add(block);
   });
   multiply();

@@ -16,8 +16,7 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-constexpr int RANGE_STEPS = 8;  // unpacked, 16 KiB of four panels
-constexpr int RANGE_PANELS = 4;
+constexpr int RANGE_PANELS = 4;  // of which a range is 16 KiB, unpacked
 constexpr int RANGE_FEATURES = RANGE_PANELS * LINEAR_PANEL;
 constexpr int STEPS_PER_BLOCK = INT4_BLOCK / INT4_STEP;
 constexpr int TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES;
@@ -25,24 +24,6 @@ constexpr int TILE_BYTES = TILE_ROWS * TILE_ROW_BYTES;
 constexpr int BLOCKS_AHEAD = 2;
 
 typedef int8_t Bytes __attribute__((vector_size(VEC_BYTES)));
-
-// Adjacent blocks.
-struct Range {
-  int64_t first_block;
-  int64_t first_step;
-  int num_blocks = 0;
-  int num_steps = 0;
-  int block_steps[RANGE_STEPS];  // of each block
-
-  void add(int64_t block, int64_t step, int steps) {
-    if (num_blocks == 0) {
-      first_block = block;
-      first_step = step;
-    }
-    block_steps[num_blocks++] = steps;
-    num_steps += steps;
-  }
-};
 
 // Where a block lies in a panel.
 int64_t block_offset(const LinearInt4Params& p, int64_t block) {
@@ -55,7 +36,7 @@ struct UnpackedRange {
   Bytes weights[RANGE_STEPS][QUADS_PER_STEP];  // of 16 features by 4 elements
   Vec scales[RANGE_STEPS];                     // of each block
 
-  void unpack(const LinearInt4Params& p, const uint8_t* panel, const Range& range) {
+  void unpack(const LinearInt4Params& p, const uint8_t* panel, const BlockRange& range) {
     int step = 0;
     for (int i = 0; i < range.num_blocks; ++i) {
       const int64_t block = range.first_block + i, group = block / p.blocks_per_group();
@@ -78,7 +59,7 @@ struct UnpackedRange {
 // Adds the products of ROWS rows with a range to sums [ROWS][RANGE_FEATURES]. codes: of the first of 16 rows. scales:
 // [num_blocks][16]. Calls prefetch() for each step. SUMS and the two tiles after it are of ROWS rows.
 template <int ROWS, int SUMS, typename Prefetch>
-void add_products(const Range& range, const UnpackedRange& unpacked, const int8_t* codes, const float* scales,
+void add_products(const BlockRange& range, const UnpackedRange& unpacked, const int8_t* codes, const float* scales,
                   const Prefetch& prefetch, float* sums) {
   constexpr int CODES = SUMS + 1, TWO_CODES = SUMS + 2, WEIGHTS = 6, TWO_WEIGHTS = 7;
   alignas(64) int32_t products[2 * BLOCKS_AHEAD][ROWS][LINEAR_PANEL];
@@ -123,7 +104,8 @@ void add_products(const Range& range, const UnpackedRange& unpacked, const int8_
 
 // Adds the products of all rows with a range of PANELS panels to sums [num_rows][RANGE_FEATURES].
 template <int PANELS>
-void add_range(const LinearInt4Params& p, const Range& range, const uint8_t* panels, int64_t panel_bytes, float* sums) {
+void add_range(const LinearInt4Params& p, const BlockRange& range, const uint8_t* panels, int64_t panel_bytes,
+               float* sums) {
   const int64_t num_tiles = (p.num_rows + TILE_ROWS - 1) / TILE_ROWS;
   const int64_t lines_per_step = panel_bytes / (64 * p.num_steps() * num_tiles) + 1;  // to be fetched, of a panel
   UnpackedRange unpacked[PANELS];
@@ -154,14 +136,14 @@ void add_range(const LinearInt4Params& p, const Range& range, const uint8_t* pan
 template <int PANELS>
 void sum_panels(const LinearInt4Params& p, const uint8_t* panels, int64_t panel_bytes, float* sums) {
   __builtin_memset(sums, 0, p.num_rows * RANGE_FEATURES * sizeof(float));
-  Range range;
-  for_each_block(p, [&](int64_t block, int64_t first, int64_t size) {
+  BlockRange range;
+  for_each_block(p, [&](int64_t, int64_t, int64_t size) {
     const int num_steps = static_cast<int>(size / INT4_STEP);
-    if (range.num_steps + num_steps > RANGE_STEPS) {
+    if (!range.has_room(num_steps)) {
       add_range<PANELS>(p, range, panels, panel_bytes, sums);
-      range = {};
+      range.go_on();
     }
-    range.add(block, first / INT4_STEP, num_steps);
+    range.add(num_steps);
   });
   add_range<PANELS>(p, range, panels, panel_bytes, sums);
 }
