@@ -58,6 +58,7 @@ PAGEDATTN_INLINE float exp(float x) { return exp(broadcast(x))[0]; }
 // A softmax's exponentials are relative to its greatest logit. Where nothing is visible, they are relative to 0, so
 // that every exponential is 0.
 PAGEDATTN_INLINE float softmax_base(float max_logit) { return max_logit == -__builtin_inff() ? 0.0f : max_logit; }
+PAGEDATTN_INLINE Vec softmax_base(Vec max_logits) { return select(max_logits == -__builtin_inff(), Vec{}, max_logits); }
 
 // 1 - erf(x) for x >= 0, to 2e-7 of itself: the Chebyshev fit in Press et al., Numerical Recipes, section 6.2.
 PAGEDATTN_INLINE Vec erfc(Vec x) {

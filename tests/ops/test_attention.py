@@ -209,22 +209,31 @@ def test_chunked_prefill_is_whole_prefill(device, case, data):
 @pytest.mark.parametrize("layout", ["chunked", "hnd"])
 @pytest.mark.parametrize("group_size", [1, 2, 4, 8, 20])
 @pytest.mark.parametrize(
-    ("head_size", "cache", "window"),
-    [(72, None, None), (80, None, 100), (128, None, None), (80, ("fp8", torch.uint8), None)],
+    ("dtype", "head_size", "block_size", "cache", "window"),
+    [
+        (torch.bfloat16, 72, 16, None, None),
+        (torch.bfloat16, 80, 16, None, 100),
+        (torch.bfloat16, 128, 16, None, None),
+        (torch.bfloat16, 80, 16, ("fp8", torch.uint8), None),
+        (torch.bfloat16, 64, 64, None, None),
+        (torch.float16, 72, 8, None, 100),
+        (torch.float32, 80, 16, None, None),
+        (torch.float32, 64, 64, None, 100),
+    ],
     ids=str,
 )
-def test_a_row_of_a_prompt_is_a_decode_row(device, head_size, cache, window, group_size, layout):
-    """With queries in bfloat16, where a kernel may multiply many rows with other instructions than a few. They round
+def test_a_row_of_a_prompt_is_a_decode_row(device, dtype, head_size, block_size, cache, window, group_size, layout):
+    """A kernel may multiply many rows with other instructions than a few, and may add in other registers. All round
     alike, or the bits differ here: half of the blocks have the values of the other half, negated, so that what is left
     of a sum is the rounding of its steps. Over several partitions, or from amid a tile on."""
-    rows, num_tokens = 40, 704
-    case = Case(((rows, num_tokens),), torch.bfloat16, cache, num_kv_heads=1, group_size=group_size)
+    rows, num_tokens, half = 40, 704, 320 // block_size
+    case = Case(((rows, num_tokens),), dtype, cache, num_kv_heads=1, group_size=group_size, block_size=block_size)
     arguments = make_arguments(replace(case, layout=layout, head_size=head_size, sliding_window=window), device)
-    blocks = arguments["block_tables"][0, :44].long()
-    arguments["key_cache"][blocks[20:40]] = arguments["key_cache"][blocks[:20]]
-    values = arguments["value_cache"][blocks[:20]]
-    arguments["value_cache"][blocks[20:40]] = -values if cache is None else values ^ 0x80
-    arguments["value_cache"][blocks[40:]] = 0  # the blocks that not all rows see
+    blocks = arguments["block_tables"][0, : num_tokens // block_size].long()
+    arguments["key_cache"][blocks[half : 2 * half]] = arguments["key_cache"][blocks[:half]]
+    values = arguments["value_cache"][blocks[:half]]
+    arguments["value_cache"][blocks[half : 2 * half]] = -values if cache is None else values ^ 0x80
+    arguments["value_cache"][blocks[2 * half :]] = 0  # the blocks that not all rows see
     out, lse = OPS.paged_attention(**arguments)
     alone = arguments | {
         "block_tables": arguments["block_tables"].expand(rows, -1).contiguous(),

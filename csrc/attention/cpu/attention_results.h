@@ -16,8 +16,8 @@ struct Results {
   float* sum;     // [num_results]
   float* values;  // [num_results, head_size]
 
-  Results(float* memory, int64_t num_results)
-      : max(memory), sum(memory + num_results), values(memory + 2 * num_results) {}
+  Results(float* max, float* sum, float* values) : max(max), sum(sum), values(values) {}
+  Results(float* memory, int64_t num_results) : Results(memory, memory + num_results, memory + 2 * num_results) {}
 };
 
 inline void clear(const Results& results, int64_t num_results, int64_t head_size) {

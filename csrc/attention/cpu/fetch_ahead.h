@@ -17,7 +17,7 @@ constexpr int64_t NHD_RESULTS = 64;
 // the walk goes head by head.
 inline int64_t nhd_heads_at_once(const PagedAttentionParams& p, const AttentionItem& item) {
   const int64_t of_head = (item.row_end - item.row_begin) * (p.num_heads / p.num_kv_heads);
-  return p.key_strides.token < p.key_strides.kv_head || of_head >= LEAST_ROWS ? 1 : NHD_RESULTS / of_head;
+  return p.key_strides.token < p.key_strides.kv_head || are_many(of_head) ? 1 : NHD_RESULTS / of_head;
 }
 
 // How many of `num_heads` KV heads make a part, if `most` of them should. A part is fetched while the part before it is
@@ -39,6 +39,7 @@ class FetchAhead {
              const AttentionItem* next_item)
       : p_(params), rows_(rows), item_(item), next_item_(next_item) {
     const int64_t num_heads = item.head_end - item.head_begin;
+    are_many_ = are_many(results_of_head(params, item));
     if constexpr (LAYOUT == CacheLayout::NHD) {
       const int64_t most = nhd_heads_at_once(params, item), num_parts = (num_heads + most - 1) / most;
       heads_at_once_ = (num_heads + num_parts - 1) / num_parts;
@@ -68,7 +69,8 @@ class FetchAhead {
   void start_after(const Tile<T, LAYOUT>& tile, int64_t head, const Tile<T, LAYOUT>& next_tile, int64_t partition,
                    Prefetcher<T, LAYOUT>& prefetcher) const {
     if (has_small_blocks(p_)) return;
-    if constexpr (LAYOUT == CacheLayout::NHD) prefetcher.start(p_, tile, head, end_of_part(head) - head);
+    // Many rows convert a tile before they multiply it.
+    if constexpr (LAYOUT == CacheLayout::NHD) prefetcher.start(p_, tile, head, end_of_part(head) - head, are_many_);
     const auto fetch = [&](const AttentionItem& item, const Tile<T, LAYOUT>& from, int64_t first_head) {
       const int64_t heads_left = item.head_end - first_head;
       if constexpr (LAYOUT == CacheLayout::NHD) {
@@ -97,6 +99,7 @@ class FetchAhead {
   const AttentionItem& item_;
   const AttentionItem* next_item_;
   int64_t heads_at_once_;
+  bool are_many_;
 };
 
 }  // namespace

@@ -17,6 +17,9 @@ struct FetchOrder {
   // CHUNKED: a part has as many heads of a block as run_bytes hold, and runs_in_turns blocks take turns.
   int64_t run_bytes;
   int runs_in_turns;
+  // Whether many rows ask again for what they fetch into the second-level cache. In the first, where a Zen 5 has it,
+  // their own operands have to stay.
+  bool columns_ask_again;
 
   // NHD: lines are fetched so far ahead of the walk. Few rows of several heads multiply so many bytes of keys or values
   // at a time.
@@ -39,6 +42,7 @@ inline FetchOrder fetch_order() {
     if (IS_ZEN_5) {
       return {.run_bytes = 8 * KIB,
               .runs_in_turns = 2,
+              .columns_ask_again = false,
               .nhd_lead_bytes = 192 * KIB,
               .nhd_bytes_at_once = 128 * KIB,
               .foreseen_token_bytes = INT64_MAX,
@@ -47,6 +51,7 @@ inline FetchOrder fetch_order() {
     // A second-level cache of 1 MiB or more: all blocks of a tile take turns.
     return {.run_bytes = 16 * KIB,
             .runs_in_turns = MAX_RUNS,
+            .columns_ask_again = true,
             .nhd_lead_bytes = 64 * KIB,
             .nhd_bytes_at_once = 32 * KIB,
             .foreseen_token_bytes = 0,
@@ -57,6 +62,7 @@ inline FetchOrder fetch_order() {
   constexpr bool IS_AVX2 = VEC_SIZE == 8;
   return {.run_bytes = 8 * KIB,
           .runs_in_turns = 4,
+          .columns_ask_again = true,
           .nhd_lead_bytes = 64 * KIB,
           .nhd_bytes_at_once = 32 * KIB,
           .foreseen_token_bytes = IS_AVX2 ? 2 * KIB : 0,

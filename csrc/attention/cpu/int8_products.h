@@ -135,6 +135,16 @@ struct Int8Strip {
     return add_code_products(sum, values, weights);
   }
 
+  // A word of a part has a token, and the second one after it.
+  static constexpr int JOINED = 2;
+  template <int ELEMENTS>
+  static constexpr int token_of(int part, int lane) {
+    return 4 * lane + part;
+  }
+  static PAGEDATTN_INLINE Vec join(Vec first, Vec second) {
+    return (Vec)(((UintVec)first & 0xffff) | (UintVec)second << 16);
+  }
+
   // Rounds the weights of a tile, times the scales of the tokens' values, and lays them out: [strips, PARTS, VEC_SIZE],
   // or digit by digit [digits, strips, VEC_SIZE]. Returns the scale of the weights: NaN if the value of a token with a
   // weight is.

@@ -23,21 +23,81 @@ constexpr int64_t results_of_head(const PagedAttentionParams& params, const Atte
   return (item.row_end - item.row_begin) * (params.num_heads / params.num_kv_heads);
 }
 
-// Of a RowWalk (row_walk.h): queries and results of all pairs.
+// A head of whole vectors, and of two at least.
+constexpr int64_t padded_head_size(int64_t head_size) { return (head_size + 31) / 32 * 32; }
+
+// From so many (row, head) pairs of a KV head on, the pairs go over a tile as columns (many_rows.h).
+constexpr int64_t LEAST_COLUMNS = 16;
+
+// Columns come in vectors, of up to so many.
+constexpr int64_t MOST_IN_VECTOR = 16;
+
+// The columns of one KV head (columns.h).
+struct ColumnScratch {
+  int64_t num_columns;   // whole vectors
+  int64_t held = 0;      // HeldResults
+  int64_t max;           // [num_columns]
+  int64_t sum;           // [num_columns]
+  int64_t begin;         // [num_columns]
+  int64_t end;           // [num_columns]
+  int64_t positions;     // [num_columns]
+  int64_t slopes;        // [num_columns]
+  int64_t scales;        // [num_columns]
+  int64_t queries;       // [num_columns * head_size]
+  int64_t values;        // [num_columns * head_size]
+  int64_t total_max;     // [num_columns]
+  int64_t total_sum;     // [num_columns]
+  int64_t total_values;  // [num_columns * head_size]
+  int64_t size;
+
+  constexpr ColumnScratch(int64_t num_results, int64_t head_size)
+      : num_columns((num_results + MOST_IN_VECTOR - 1) / MOST_IN_VECTOR * MOST_IN_VECTOR),
+        max(held + MOST_IN_VECTOR),
+        sum(max + num_columns),
+        begin(sum + num_columns),
+        end(begin + num_columns),
+        positions(end + num_columns),
+        slopes(positions + num_columns),
+        scales(slopes + num_columns),
+        queries(scales + num_columns),
+        values(queries + num_columns * head_size),
+        total_max(values + num_columns * head_size),
+        total_sum(total_max + num_columns),
+        total_values(total_sum + num_columns),
+        size(total_values + num_columns * head_size) {}
+};
+
+// Of a RowWalk (row_walk.h): queries and results of all pairs. Where the pairs of a head are many, each head has its
+// columns as well, and all heads have the words of a tile in common.
 struct RowScratch {
   int64_t num_results;
+  int64_t columns_of_head = 0;  // floats
   int64_t copies = 0;
+  int64_t key_words;
+  int64_t value_words;
+  int64_t columns;
   int64_t queries;
   int64_t partition;  // results
   int64_t total;      // results
   int64_t size;
 
-  constexpr RowScratch(const PagedAttentionParams& params, const AttentionItem& item)
-      : num_results(results_of_head(params, item) * (item.head_end - item.head_begin)),
-        queries(copies + small_block_floats(params)),
-        partition(queries + query_floats(num_results, params.head_size)),
-        total(partition + partial_floats(num_results, params.head_size)),
-        size(total + partial_floats(num_results, params.head_size)) {}
+  constexpr RowScratch(const PagedAttentionParams& params, const AttentionItem& item) {
+    const int64_t num_heads = item.head_end - item.head_begin;
+    const int64_t of_head = results_of_head(params, item);
+    int64_t tile_words = 0;
+    if (of_head >= LEAST_COLUMNS) {
+      tile_words = TILE_TOKENS * padded_head_size(params.head_size);
+      columns_of_head = ColumnScratch(of_head, params.head_size).size;
+    }
+    num_results = num_heads * of_head;
+    key_words = copies + small_block_floats(params);
+    value_words = key_words + tile_words;
+    columns = value_words + tile_words;
+    queries = columns + num_heads * columns_of_head;
+    partition = queries + query_floats(num_results, params.head_size);
+    total = partition + partial_floats(num_results, params.head_size);
+    size = total + partial_floats(num_results, params.head_size);
+  }
 };
 
 // Tile registers of AMX hold up to 16 rows of 32 numbers in bfloat16, or sums of up to 16 columns.

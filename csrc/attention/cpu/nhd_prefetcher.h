@@ -16,7 +16,10 @@ template <typename T>
 class Prefetcher<T, CacheLayout::NHD> {
  public:
   // Begins with heads that the walk comes to now, and drops what was left of the heads before.
-  void start(const PagedAttentionParams& p, const Tile<T, CacheLayout::NHD>& tile, int64_t head, int64_t num_heads) {
+  //
+  // whole_tile: all of a tile is fetched before the walk comes to the tile.
+  void start(const PagedAttentionParams& p, const Tile<T, CacheLayout::NHD>& tile, int64_t head, int64_t num_heads,
+             bool whole_tile) {
     num_tokens_ = token_ = piece_ = 0;
     num_left_ = 0;
     line_ = end_ = nullptr;
@@ -29,7 +32,7 @@ class Prefetcher<T, CacheLayout::NHD> {
     asks_again_ = num_heads * head_bytes < order.foreseen_token_bytes;
     if (num_heads * head_bytes >= order.hardware_token_bytes) return;
     const int64_t lead = order.nhd_lead_bytes / (num_heads * head_bytes);
-    lead_ = static_cast<int>(lead < MOST_TOKENS ? lead + 1 : MOST_TOKENS);
+    lead_ = static_cast<int>(!whole_tile && lead < MOST_TOKENS ? lead + 1 : MOST_TOKENS);
     add(p, tile, head, lead_, MOST_TOKENS);
   }
 

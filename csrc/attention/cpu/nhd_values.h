@@ -14,10 +14,6 @@ namespace {
 
 constexpr int NHD_PAIR = 2 * VEC_SIZE;  // elements that are loaded at once
 
-// So many vectors of elements are multiplied with many rows at once, so that what is converted of a tile stays in the
-// first-level cache.
-constexpr int NHD_COLUMNS = VEC_SIZE == 16 ? 2 : 4;
-
 // Whether load_nhd_pair has the elements at even places and the elements at odd places, as with load_two.
 template <typename T>
 constexpr bool NHD_EVEN_AND_ODD = EVEN_AND_ODD<T> || (sizeof(T) == 1 && E4M3_UNIT != 1.0f);
@@ -33,13 +29,6 @@ PAGEDATTN_INLINE Vecs<2> load_nhd_pair(const T* values) {
   }
 #endif
   return load_two(values);
-}
-
-// VEC_SIZE elements in order.
-template <typename T>
-PAGEDATTN_INLINE Vec load_nhd_values(const T* values) {
-  if constexpr (std::is_same_v<T, float8_e4m3> && E4M3_UNIT != 1.0f) return load(values) * (1.0f / E4M3_UNIT);
-  return load(values);
 }
 
 // Values as floats, token by token.
@@ -58,18 +47,11 @@ struct NhdFloats {
     return {{shuffle(first, second, [](int i) { return i % 2 * VEC_SIZE + i / 2; }),
              shuffle(first, second, [](int i) { return i % 2 * VEC_SIZE + i / 2 + VEC_SIZE / 2; })}};
   }
-  // For many rows: `num_columns` vectors of elements, in order.
-  static PAGEDATTN_INLINE void convert(const T* const (&values)[1], int num_columns, float* columns) {
-    for (int i = 0; i < NHD_COLUMNS; ++i) {
-      store(columns + i * VEC_SIZE, i < num_columns ? load_nhd_values(values[0] + i * VEC_SIZE) : Vec{});
-    }
-  }
-  static void put_converted_in_order(Vec (&)[NHD_COLUMNS]) {}
 };
 
 #if defined(__AVX512BF16__)
 // Values of bfloat16, each element in pairs of tokens. The first token of a pair is an even one of the tile.
-struct NhdTokenPairs {
+struct NhdTokenPairs : JoinedWeights {
   static constexpr int TOKENS = 2;
 
   // In place: the bits of two weights in the place of a float.
@@ -91,24 +73,6 @@ struct NhdTokenPairs {
   static PAGEDATTN_INLINE Vecs<2> in_element_order(Vec first, Vec second) {
     return {{shuffle(first, second, [](int i) { return i % 8 / 4 * VEC_SIZE + i / 8 * 4 + i % 4; }),
              shuffle(first, second, [](int i) { return i % 8 / 4 * VEC_SIZE + i / 8 * 4 + i % 4 + VEC_SIZE / 2; })}};
-  }
-  // For many rows: a pair of vectors. Where one vector of elements is left, half of each has them.
-  static PAGEDATTN_INLINE void convert(const bfloat16* const (&values)[2], int num_columns, float* columns) {
-    Vecs<2> pair;
-    if (num_columns == 1) {
-      bfloat16 half[2][NHD_PAIR] = {};
-      for (int i = 0; i < 2; ++i) __builtin_memcpy(half[i], values[i], VEC_SIZE * sizeof(bfloat16));
-      pair = load({half[0], half[1]});
-    } else {
-      pair = load(values);
-    }
-    store(columns, pair.of[0]);
-    store(columns + VEC_SIZE, pair.of[1]);
-  }
-  static PAGEDATTN_INLINE void put_converted_in_order(Vec (&sums)[NHD_COLUMNS]) {
-    const Vecs<2> pair = in_element_order(sums[0], sums[1]);
-    sums[0] = pair.of[0];
-    sums[1] = pair.of[1];
   }
 };
 #endif
@@ -191,6 +155,18 @@ PAGEDATTN_INLINE Vecs<2> load_nhd_at(const T* const (&values)[Values::TOKENS], i
   return Values::load(at);
 }
 
+// The same for less than a pair of elements, `count`.
+template <typename Values, typename T>
+PAGEDATTN_INLINE Vecs<2> load_padded_nhd(const T* const (&values)[Values::TOKENS], int64_t d, int64_t count) {
+  T padded[Values::TOKENS][NHD_PAIR] = {};
+  const T* at[Values::TOKENS];
+  for (int i = 0; i < Values::TOKENS; ++i) {
+    __builtin_memcpy(padded[i], values[i] + d, count * sizeof(T));
+    at[i] = padded[i];
+  }
+  return Values::load(at);
+}
+
 // Adds to the sums of the elements from `d` on, NUM_PAIRS pairs at a time, then half as many at a time. Returns the
 // first element that is left.
 template <typename Values, int NUM_PAIRS, int NUM_ROWS, typename T>
@@ -220,15 +196,8 @@ __attribute__((noinline)) void add_last_nhd_pair(const HeadTile<T, CacheLayout::
                                PAGEDATTN_ALWAYS_INLINE { return load_nhd_at<Values>(values, first); };
     return add_nhd_pairs<Values, 1, NUM_ROWS>(h, tokens, weights, load_pair, sums, stride);
   }
-  const auto load_padded = [&](const TokenValues<Values, T>& values, int) PAGEDATTN_ALWAYS_INLINE {
-    T padded[Values::TOKENS][NHD_PAIR] = {};
-    const T* at[Values::TOKENS];
-    for (int i = 0; i < Values::TOKENS; ++i) {
-      __builtin_memcpy(padded[i], values[i], head_size * sizeof(T));
-      at[i] = padded[i];
-    }
-    return Values::load(at);
-  };
+  const auto load_padded = [&](const TokenValues<Values, T>& values, int)
+                               PAGEDATTN_ALWAYS_INLINE { return load_padded_nhd<Values>(values, 0, head_size); };
   add_nhd_pairs<Values, 1, NUM_ROWS>(h, tokens, weights, load_padded, sums, stride);
 }
 
@@ -257,47 +226,6 @@ void add_nhd_sums(int64_t head_size, const float* sums, float* values) {
   store(last, pair.of[0]);
   store(last + VEC_SIZE, pair.of[1]);
   for (int64_t i = d; i < head_size; ++i) values[i] += last[i - last_nhd_pair(head_size)];
-}
-
-// ---- many rows
-
-// Converts `num_columns` vectors of elements of the visible tokens, from element `d` on, to [steps, NHD_COLUMNS]
-// vectors. A step is Values::TOKENS tokens.
-template <typename Values, typename T>
-__attribute__((noinline)) void convert_nhd_values(const HeadTile<T, CacheLayout::NHD>& h, int64_t d, int num_columns,
-                                                  float* converted) {
-  constexpr int TOKENS = Values::TOKENS;
-  for (int t = h.tile.begin / TOKENS * TOKENS; t < h.tile.end; t += TOKENS) {
-    const T* of_tokens[TOKENS];
-    for (int i = 0; i < TOKENS; ++i) of_tokens[i] = nhd_value_at(h, t + i, h.tile.begin, h.tile.end) + d;
-    Values::convert(of_tokens, num_columns, converted);
-    converted += NHD_COLUMNS * VEC_SIZE;
-  }
-}
-
-// The sums of add_nhd_pairs over `num_steps` converted steps, the first of which is `first_step` of the tile.
-template <typename Values, int NUM_ROWS>
-PAGEDATTN_INLINE void multiply_nhd_values(const TileLogits* weights, int64_t first_step, int64_t num_steps,
-                                          const float* converted, Vec (&sums)[NUM_ROWS][NHD_COLUMNS]) {
-  PAGEDATTN_UNROLL
-  for (int r = 0; r < NUM_ROWS; ++r) {
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < NHD_COLUMNS; ++i) sums[r][i] = Vec{};
-  }
-  const float* of_step = weights[0].at + first_step;
-  for (int64_t step = 0; step < num_steps; ++step) {
-    Vec weight[NUM_ROWS];
-    PAGEDATTN_UNROLL
-    for (int r = 0; r < NUM_ROWS; ++r) weight[r] = in_register(load_repeated<1>(of_step + r * TILE_TOKENS));
-    PAGEDATTN_UNROLL
-    for (int i = 0; i < NHD_COLUMNS; ++i) {
-      const Vec values = in_register(load(converted + i * VEC_SIZE));
-      PAGEDATTN_UNROLL
-      for (int r = 0; r < NUM_ROWS; ++r) sums[r][i] = Values::multiply_add(sums[r][i], values, weight[r]);
-    }
-    ++of_step;
-    converted += NHD_COLUMNS * VEC_SIZE;
-  }
 }
 
 }  // namespace

@@ -53,11 +53,10 @@ Chosen choose_kernel(const PagedAttentionParams& params) {
 }
 
 // The (row, head) pairs of an item of prefill. A tile of tokens is converted once for all pairs: more pairs are better,
-// until their queries and sums leave the second-level cache. Pairs of bfloat16 on ARM64 are taken as they are: there,
-// more would only take in more tokens that the causal mask hides. On AMX the products are so fast that packing a tile
-// for 128 pairs would be a tenth of the time.
+// until their queries and sums leave the second-level cache, which has 1 MiB or more where there is AVX512. Pairs of
+// bfloat16 on ARM64 are taken as they are: there, more would only take in more tokens that the causal mask hides.
 int64_t prefill_results(Arithmetic arithmetic) {
-  if (arithmetic == Arithmetic::AMX) return 256;
+  if (cpu_capability() >= CpuCapability::AVX512 && cpu_capability() <= CpuCapability::AMX) return 256;
   return cpu_capability() == CpuCapability::NEON_BF16 && arithmetic == Arithmetic::PAIRS ? 64 : 128;
 }
 

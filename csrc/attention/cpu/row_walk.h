@@ -39,6 +39,7 @@ class RowWalk : public ItemWalk<T, LAYOUT> {
           const AttentionItem* next_item, float* scratch)
       : Walk(params, rows, item, next_item),
         layout_(params, item),
+        scratch_(scratch),
         small_blocks_(params, scratch + layout_.copies),
         queries_(scratch + layout_.queries),
         partition_(scratch + layout_.partition, layout_.num_results),
@@ -52,22 +53,38 @@ class RowWalk : public ItemWalk<T, LAYOUT> {
         Dot::unpack_query(query, p_.head_size, queries_ + i * row_floats_);
       });
     });
+    const int64_t of_head = results_of_head(p_, item_);
+    are_columns_ = Multiply::MANY_ROWS && !item.is_partial && are_many(of_head);
+    for_each_columns([&](int64_t kv_head, const Columns& columns) {
+      columns.hold_nothing();
+      const int64_t first = index_.of(kv_head - item_.head_begin, 0);
+      if (are_columns_) columns.template take<Dot>(first, first + of_head, locate_in(kv_head, partition_));
+    });
   }
 
-  void clear_partition() const { clear(partition_, layout_.num_results, p_.head_size); }
-  void clear_total() const { clear(total_, layout_.num_results, p_.head_size); }
+  void clear_partition() const {
+    if (!are_columns_) return clear(partition_, layout_.num_results, p_.head_size);
+    for_each_columns([](int64_t, const Columns& columns) { columns.clear_partition(); });
+  }
+  void clear_total() const {
+    if (!are_columns_) return clear(total_, layout_.num_results, p_.head_size);
+    for_each_columns([](int64_t, const Columns& columns) { columns.clear_total(); });
+  }
 
   void merge_partition() const {
+    if (are_columns_) return for_each_columns([](int64_t, const Columns& columns) { columns.merge_partition(); });
     for (int64_t i = 0; i < layout_.num_results; ++i) merge(total_, i, partition_, i, p_.head_size);
   }
 
   template <typename Function>
   void for_each_partial(const Function& function) const {
+    for_each_columns([&](int64_t, const Columns& columns) { columns.give_partition_back(partition_); });
     for_each_result([&](int64_t i, int64_t row, int64_t head) { function(row, head, partition_, i); });
   }
 
   template <typename Function>
   void for_each_total(const Function& function) const {
+    if (are_columns_) for_each_columns([&](int64_t, const Columns& columns) { columns.give_total_back(total_); });
     for_each_result([&](int64_t i, int64_t row, int64_t head) { function(row, head, total_, i); });
   }
 
@@ -171,9 +188,8 @@ class RowWalk : public ItemWalk<T, LAYOUT> {
     const int64_t i = index_.of(kv_head - item_.head_begin, at.begin - item_.row_begin);
     const int64_t end = i + index_.group_size * (at.end - at.begin);
     if constexpr (Multiply::MANY_ROWS) {
-      if (end - i >= LEAST_ROWS && can_attend_many_rows<typename Multiply::Strip>(head_tile.params)) {
-        return attend_many(head_tile, i, end, kv_head, results);
-      }
+      if (are_many(end - i)) return attend_many(head_tile, i, end, kv_head, results);
+      if (layout_.columns_of_head > 0) columns_at(kv_head).give_partition_back(results);
     }
     for_few_rows(i, end, [&]<int NUM_ROWS>(int64_t first) {
       attend_results<NUM_ROWS>(head_tile, first, kv_head, results);
@@ -205,37 +221,58 @@ class RowWalk : public ItemWalk<T, LAYOUT> {
     attend_rows<Multiply, NUM_ROWS>(head_tile, rows);
   }
 
-  // Computes results [begin, end), which are of KV head `kv_head`.
+  Columns columns_at(int64_t kv_head) const {
+    const int64_t of_head = (kv_head - item_.head_begin) * layout_.columns_of_head;
+    return Columns(p_, results_of_head(p_, item_), scratch_ + layout_.columns + of_head);
+  }
+
+  // Calls function(kv_head, columns) for each KV head, if there are columns.
+  template <typename Function>
+  void for_each_columns(const Function& function) const {
+    if (layout_.columns_of_head == 0) return;
+    for (int64_t head = item_.head_begin; head < item_.head_end; ++head) function(head, columns_at(head));
+  }
+
+  auto locate_in(int64_t kv_head, const Results& results) const {
+    return [this, kv_head, results](int64_t first, int64_t count, Row* rows) {
+      locate_rows(first, count, kv_head, results, rows);
+    };
+  }
+
+  // Computes results [begin, end), which are of KV head `kv_head`, as columns.
   void attend_many(const Head& head_tile, int64_t begin, int64_t end, int64_t kv_head, const Results& results) const {
+    const Columns columns = columns_at(kv_head);
+    columns.template take_with_partition<Dot>(results, begin, end, locate_in(kv_head, results));
     // The next part is fetched evenly beside the products of these heads.
     Prefetcher<T, LAYOUT>& prefetcher = *head_tile.prefetcher;
     const int64_t num_heads = ahead_.num_heads_until_due(kv_head);
     const int64_t num_tokens = head_tile.tile.end - first_vec_token(head_tile.tile);
-    const int64_t num_vecs = (num_tokens + VEC_SIZE - 1 + p_.head_size) / VEC_SIZE;
-    const int64_t num_products = num_heads * num_vecs * ((end - begin + PRODUCT_ROWS - 1) / PRODUCT_ROWS);
+    const int64_t num_groups = (end - begin + GROUP_VECS * VEC_SIZE - 1) / (GROUP_VECS * VEC_SIZE);
+    const int64_t num_products = num_heads * num_groups * ((num_tokens + p_.head_size + WORDS - 1) / WORDS);
     const int64_t num_fetches = prefetcher.num_left();
-    // With many rows, less than one fetch is due for each product. Then arithmetic takes longer than memory, and it is
-    // enough to fetch each line once.
+    // With very many rows, less than one fetch is due for each product. Then arithmetic takes longer than memory, and
+    // it is enough to fetch each line once.
     const int64_t fetches_at_once = (num_fetches + num_products - 1) / num_products;
+    const bool asks_again = fetches_at_once > 1 && fetch_order().columns_ask_again;
     const auto fetch = [&] {
-      if (fetches_at_once == 1) return prefetcher.template fetch<false>();
-      for (int64_t i = 0; i < fetches_at_once; ++i) prefetcher.fetch();
+      for (int64_t i = 0; i < fetches_at_once; ++i) {
+        asks_again ? prefetcher.fetch() : prefetcher.template fetch<false>();
+      }
     };
-    Row rows[MOST_ROWS];
-    for (int64_t first = begin; first < end; first += MOST_ROWS) {
-      const int64_t num_rows = end - first < MOST_ROWS ? end - first : MOST_ROWS;
-      locate_rows(first, num_rows, kv_head, results, rows);
-      attend_many_rows<Multiply>(head_tile, rows, num_rows, row_floats_, fetch);
-    }
+    const ManyRows<Multiply, T, LAYOUT> many(head_tile, scratch_ + layout_.key_words, scratch_ + layout_.value_words);
+    for_each_group(columns.size(),
+                   [&]<int NUM_VECS>(int64_t first) { many.attend(columns.group_at<NUM_VECS>(first), fetch); });
   }
 
   RowScratch layout_;
+  float* scratch_;
   SmallBlocks<T> small_blocks_;
   float* queries_;  // [num_results, row_floats], unpacked
   Results partition_;
   Results total_;  // of all partitions so far
   ResultIndex index_;
   int64_t row_floats_;
+  bool are_columns_;  // all results, over all partitions
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 // tile. TileRows are the rows that share a Tile.
 #pragma once
 
+#include "attention/cpu/item_scratch.h"
 #include "attention/paged_attention_plan.h"
 #include "cpu_memory.h"
 
@@ -38,8 +39,12 @@ struct Tile {
   bool all_visible(int first, int count) const { return begin <= first && first + count <= end; }
 };
 
-// From so many rows on, a conversion of a tile for all of them pays (many_rows.h).
-constexpr int64_t LEAST_ROWS = 16;
+// Whether (row, head) pairs of a KV head go over a tile as columns (many_rows.h): if the columns of two vectors or more
+// are hardly empty. Otherwise a few rows at a time are faster.
+constexpr bool are_many(int64_t num_results) {
+  const int64_t whole_vectors = (num_results + VEC_SIZE - 1) / VEC_SIZE * VEC_SIZE;
+  return num_results >= LEAST_COLUMNS && num_results > VEC_SIZE && 3 * num_results >= 2 * whole_vectors;
+}
 
 // Some tokens of a tile, counted from its first.
 struct TileTokens {

@@ -23,6 +23,12 @@ struct FloatStrip {
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec values, Vec weights) { return fma(values, weights, sum); }
 
+  // The token of a strip that this lane of an element has in this part.
+  template <int ELEMENTS>
+  static constexpr int token_of(int part, int lane) {
+    return lane * PARTS + part;
+  }
+
   // Lays out the weights of a tile as the strips want them: [strips, PARTS, VEC_SIZE]. With one element to a strip,
   // both may be in the same place.
   template <int ELEMENTS>
@@ -134,20 +140,36 @@ struct RoundedWeights {
   }
 };
 
+// The weights of two tokens that follow each other, as a word.
+struct JoinedWeights {
+  static constexpr int JOINED = 1;  // tokens from the first to the second
+
+  static PAGEDATTN_INLINE Vec join(Vec first, Vec second) {
+    const auto rounded = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    const UintVec in_turns = (UintVec)iota() * 0x10001 + 0x100000;  // numbers i and i + 16 of the 32
+    return (Vec)_mm512_maskz_permutexvar_epi16(0xffffffff, (__m512i)in_turns, rounded);
+  }
+};
+
 // The values of a strip are in order, as they lie in the cache.
 template <>
-struct PairStrip<bfloat16> {
+struct PairStrip<bfloat16> : JoinedWeights {
   static constexpr int PARTS = 1;
   static constexpr int SIZE = 2 * VEC_SIZE;
   Vec part[PARTS];
 
   template <int ELEMENTS>
   static PAGEDATTN_INLINE PairStrip load_from(const bfloat16* values) {
-    return {{load_as<Vec>(values)}};
+    return {{}, {load_as<Vec>(values)}};
   }
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec values, Vec weights) {
     return add_pair_products(sum, values, weights);
+  }
+
+  template <int ELEMENTS>
+  static constexpr int token_of(int, int lane) {
+    return 2 * lane;
   }
 
   // [strips, 2 * VEC_SIZE] in bfloat16: the weights of a strip's tokens, once for each of its elements.
@@ -165,7 +187,7 @@ struct PairStrip<bfloat16> {
 // 8-bit values, which bfloat16 holds exactly.
 template <typename CacheT>
   requires(sizeof(CacheT) == 1)
-struct PairStrip<CacheT> {
+struct PairStrip<CacheT> : JoinedWeights {
   static constexpr int PARTS = 2;
   static constexpr int SIZE = 2 * PARTS * VEC_SIZE;
   Vec part[PARTS];
@@ -178,11 +200,16 @@ struct PairStrip<CacheT> {
       bytes = _mm512_shuffle_epi8(bytes, _mm512_set4_epi32(0x0f0e0b0a, 0x07060302, 0x0d0c0908, 0x05040100));
     }
     const Vecs<2> halves = float8_to_bfloat16_halves((UintVec)bytes, CacheT{});
-    return {{halves.of[0], halves.of[1]}};
+    return {{}, {halves.of[0], halves.of[1]}};
   }
 
   static PAGEDATTN_INLINE Vec multiply_add(Vec sum, Vec values, Vec weights) {
     return add_pair_products(sum, values, weights);
+  }
+
+  template <int ELEMENTS>
+  static constexpr int token_of(int part, int lane) {
+    return first_of_pair<ELEMENTS>(lane, part);
   }
 
   // [strips, PARTS, 2 * VEC_SIZE] in bfloat16.
