@@ -4,8 +4,9 @@
 // their values, their maxima. Some vectors make a group, which goes over a tile together. A word is a float, or a pair
 // of bfloat16 or of 16-bit integers.
 //
-// Results lie row by row, as few rows and merges take them (attention_results.h). Columns take some results over a
-// partition, or until other results are to be columns, and give them back.
+// Elsewhere, results lie row by row (attention_results.h). The columns of a prompt keep their results over all
+// partitions, and give the total back. Where sequences share blocks, columns take the results of a partition over as
+// long as the same rows go over the tiles together, and then give them back.
 #pragma once
 
 #include "attention/cpu/attention_results.h"
@@ -19,7 +20,7 @@ namespace {
 
 static_assert(MOST_IN_VECTOR % VEC_SIZE == 0);
 
-// Vectors of a group, at most. Four words are multiplied with a group at once (many_rows.h): the sums, the group's
+// Vectors of a group, at most. Four words are multiplied with a group at once (chain_sums.h): the sums, the group's
 // vectors and a word fill 16 registers, or two thirds of 32.
 constexpr int GROUP_VECS = NUM_REGISTERS == 16 ? 3 : VEC_SIZE == 16 ? 2 : 4;
 
@@ -92,6 +93,7 @@ struct Group {
   const float* scales;       // [SIZE]; of queries that are integers
 };
 
+// The (row, head) pairs of one KV head that are columns.
 class Columns {
  public:
   // `memory` has room for a ColumnScratch of so many results.

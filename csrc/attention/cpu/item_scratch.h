@@ -23,7 +23,7 @@ constexpr int64_t results_of_head(const PagedAttentionParams& params, const Atte
   return (item.row_end - item.row_begin) * (params.num_heads / params.num_kv_heads);
 }
 
-// A head of whole vectors, and of two at least.
+// The elements of a head, in whole pairs of vectors.
 constexpr int64_t padded_head_size(int64_t head_size) { return (head_size + 31) / 32 * 32; }
 
 // From so many (row, head) pairs of a KV head on, the pairs go over a tile as columns (many_rows.h).
@@ -35,7 +35,7 @@ constexpr int64_t MOST_IN_VECTOR = 16;
 // The columns of one KV head (columns.h).
 struct ColumnScratch {
   int64_t num_columns;   // whole vectors
-  int64_t held = 0;      // HeldResults
+  int64_t held = 0;      // Columns::Held
   int64_t max;           // [num_columns]
   int64_t sum;           // [num_columns]
   int64_t begin;         // [num_columns]
