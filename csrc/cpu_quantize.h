@@ -22,29 +22,15 @@ struct Quantized {
   }
 };
 
-PAGEDATTN_INLINE IntVec max_bits(IntVec a, IntVec b) { return a > b ? a : b; }
-
-template <typename IndexOf>
-PAGEDATTN_INLINE IntVec max_with_shuffled(IntVec v, IndexOf index_of) {
-  return max_bits(v, (IntVec)shuffle((Vec)v, (Vec)v, index_of));
-}
-
-PAGEDATTN_INLINE int32_t reduce_max_bits(IntVec v) {
-  if constexpr (VEC_SIZE > 8) v = max_with_shuffled(v, [](int i) { return i ^ 8; });
-  if constexpr (VEC_SIZE > 4) v = max_with_shuffled(v, [](int i) { return i ^ 4; });
-  v = max_with_shuffled(v, [](int i) { return i ^ 2; });
-  return max_with_shuffled(v, [](int i) { return i ^ 1; })[0];
-}
-
 // max|x|; NaN if an element is not finite; 0 if MAX divided by the largest could be infinite.
 template <int MAX = MAX_CODE, typename T>
 PAGEDATTN_INLINE float largest_magnitude(const T* input, int64_t size) {
   // Ordered as integers, infinity and NaN are larger than any finite magnitude.
   IntVec largest_bits{};
   for_each_vector(size, [&](int64_t i, auto load, auto) {
-    largest_bits = max_bits(largest_bits, (IntVec)load(input + i) & 0x7fffffff);
+    largest_bits = max(largest_bits, (IntVec)load(input + i) & 0x7fffffff);
   });
-  const int32_t bits = reduce_max_bits(largest_bits);
+  const int32_t bits = reduce_max(largest_bits);
   constexpr int32_t INFINITE_BITS = 0x7f800000;
   if (bits >= INFINITE_BITS) return __builtin_nanf("");
   const float largest = __builtin_bit_cast(float, bits);

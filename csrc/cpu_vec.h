@@ -20,17 +20,19 @@
 #define PAGEDATTN_ALWAYS_INLINE __attribute__((always_inline))
 #define PAGEDATTN_INLINE inline PAGEDATTN_ALWAYS_INLINE
 
-// Before a loop of constant length over accumulators: unrolled, they stay in registers. A draft does without that:
+// Before a loop of constant length over accumulators: unrolled, they stay in registers. PAGEDATTN_UNROLL_BY: before a
+// loop that would be too much code as a whole, or whose length is not constant. A draft does without both:
 // attend_amx_bf16 compiles in a third of the time.
+#define PAGEDATTN_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
 #define PAGEDATTN_UNROLL _Pragma("unroll")
-#define PAGEDATTN_UNROLL_BY_2 _Pragma("unroll 2")  // where the whole loop would be too much code
+#define PAGEDATTN_UNROLL_BY(times) PAGEDATTN_PRAGMA(unroll(times))
 #elif defined(PAGEDATTN_DRAFT)
 #define PAGEDATTN_UNROLL _Pragma("GCC unroll 1")
-#define PAGEDATTN_UNROLL_BY_2 _Pragma("GCC unroll 1")
+#define PAGEDATTN_UNROLL_BY(times) _Pragma("GCC unroll 1")
 #else
 #define PAGEDATTN_UNROLL _Pragma("GCC unroll 16")
-#define PAGEDATTN_UNROLL_BY_2 _Pragma("GCC unroll 2")
+#define PAGEDATTN_UNROLL_BY(times) PAGEDATTN_PRAGMA(GCC unroll times)
 #endif
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
@@ -166,16 +168,19 @@ PAGEDATTN_INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
 PAGEDATTN_INLINE Vec max(Vec a, Vec b) { return (Vec)_mm256_max_ps((__m256)a, (__m256)b); }
 PAGEDATTN_INLINE Vec min(Vec a, Vec b) { return (Vec)_mm256_min_ps((__m256)a, (__m256)b); }
+PAGEDATTN_INLINE IntVec max(IntVec a, IntVec b) { return (IntVec)_mm256_max_epi32((__m256i)a, (__m256i)b); }
 PAGEDATTN_INLINE IntVec min(IntVec a, IntVec b) { return (IntVec)_mm256_min_epi32((__m256i)a, (__m256i)b); }
 #else
 PAGEDATTN_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 PAGEDATTN_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+PAGEDATTN_INLINE IntVec max(IntVec a, IntVec b) { return a > b ? a : b; }
 PAGEDATTN_INLINE IntVec min(IntVec a, IntVec b) { return a < b ? a : b; }
 #endif
 
 // ---- reductions
 
-PAGEDATTN_INLINE float reduce_max(Vec v) {
+template <typename V>
+PAGEDATTN_INLINE auto reduce_max(V v) {
   if constexpr (VEC_SIZE > 8) v = max(v, shuffle(v, v, [](int i) { return i ^ 8; }));
   if constexpr (VEC_SIZE > 4) v = max(v, shuffle(v, v, [](int i) { return i ^ 4; }));
   v = max(v, shuffle(v, v, [](int i) { return i ^ 2; }));

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "attention/cpu/amx_pack.h"
-#include "attention/paged_attention.h"
+#include "attention/cpu/tile.h"
 #include "cpu_math.h"
 #include "cpu_memory.h"
 
@@ -34,11 +34,6 @@ template <int N>
 struct alignas(64) FewWeights {
   float upper[TILE_TOKENS * N];
   float lower[TILE_TOKENS * N];
-};
-
-// The visible tokens of a column, counted from the tile's first token.
-struct VisibleTokens {
-  IntVec begin, end;
 };
 
 // Combines all elements of a column; each element gets the result. Sums are taken from the most distant tokens first.
@@ -104,7 +99,7 @@ PAGEDATTN_INLINE Vec max_logits(const ColumnLogits<N>& logits, int begin, int en
   Vec several[2] = {max_logit, max_logit};
   // A NaN is passed over here. The exponentials bring it out.
   for (int i = begin * N; i < end * N; i += STEP * N) {
-    PAGEDATTN_UNROLL_BY_2
+    PAGEDATTN_UNROLL_BY(2)
     for (int j = 0; j < STEP * N; j += 2 * VEC_SIZE) {
       several[0] = max(load(logits.at + i + j), several[0]);
       several[1] = max(load(logits.at + i + j + VEC_SIZE), several[1]);
@@ -168,7 +163,7 @@ PAGEDATTN_INLINE Vec make_weights(const ColumnLogits<N>& logits, int begin, int 
   const UintVec upper_half = UintVec{} + 0xffff0000;
   Vec sums[N] = {};
   for (int step = begin * N; step < end * N; step += STEP * N) {
-    PAGEDATTN_UNROLL_BY_2
+    PAGEDATTN_UNROLL_BY(2)
     for (int i = 0; i < STEP * N; i += 2 * VEC_SIZE) {
       Vec w[2];
       Vec upper[2];

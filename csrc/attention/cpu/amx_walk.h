@@ -134,7 +134,7 @@ class AmxWalk : public ItemWalk<bfloat16> {
       const Vec old_max = load(group.total.max);
       const Vec from_max = load(group.partition.max) * unit_.to_natural;
       const Vec new_max = max(from_max, old_max);
-      const Vec base = base_of(new_max);
+      const Vec base = softmax_base(new_max);
       const Vec weight = exp(old_max - base);
       const Vec from_weight = exp(from_max - base);
       store(group.total.max, new_max);
@@ -234,8 +234,6 @@ class AmxWalk : public ItemWalk<bfloat16> {
     __builtin_memset(state.values, 0, layout_.values_size * sizeof(float));
   }
 
-  static Vec base_of(Vec max_logit) { return select(max_logit == -__builtin_inff(), Vec{}, max_logit); }
-
   const bfloat16* query_of(int64_t kv_head, int64_t column) const {
     const int64_t row = rows_[item_.row_begin + column / group_size_].row;
     const int64_t head = kv_head * group_size_ + column % group_size_;
@@ -313,8 +311,8 @@ class AmxWalk : public ItemWalk<bfloat16> {
     bool all_chosen = true;
     for (int i = 0; i < COUNT; ++i) {
       groups[i] = group_at(head.kv_head, first_group + i);
-      visible[i] = {max_of(load_as<IntVec>(groups[i].begin) - token, IntVec{} + tile.begin),
-                    min_of(load_as<IntVec>(groups[i].end) - token, IntVec{} + tile.end)};
+      visible[i] = {max(load_as<IntVec>(groups[i].begin) - token, IntVec{} + tile.begin),
+                    min(load_as<IntVec>(groups[i].end) - token, IntVec{} + tile.end)};
       const IntVec column = iota() % N + static_cast<int32_t>((first_group + i) * N);
       is_chosen[i] =
           (column >= static_cast<int32_t>(head.first_column)) &
@@ -392,7 +390,7 @@ class AmxWalk : public ItemWalk<bfloat16> {
     const State& state = group.partition;
     const Vec old_max = load(state.max);
     const Vec new_max = max_logits<N>(logits, begin, end, old_max);
-    const Vec base = base_of(new_max);
+    const Vec base = softmax_base(new_max);
     if (_mm512_movepi32_mask((__m512i)(new_max > old_max)) != 0) {
       const Vec rescale = exp2_of_negative((old_max - base) * unit_.to_binary);
       store(state.max, new_max);
@@ -453,8 +451,6 @@ class AmxWalk : public ItemWalk<bfloat16> {
     for (int i = 1; i < N; ++i) result = v[i] > result ? v[i] : result;
     return result;
   }
-  static IntVec max_of(IntVec a, IntVec b) { return a > b ? a : b; }
-  static IntVec min_of(IntVec a, IntVec b) { return a < b ? a : b; }
 
   // The values become [N, head_size].
   void copy_by_column(const float* values, float* by_column) const {

@@ -22,6 +22,13 @@ constexpr int64_t WORD_BYTES = 4;
 template <int NUM_VECS>
 constexpr int CHAINS = NUM_VECS == 1 || (NUM_VECS == 2 && NUM_REGISTERS == 32) ? 2 : 1;
 
+// Before the loop over steps. A step for 16 registers is so short that a jump and addresses are a quarter of it.
+#if defined(__AVX512F__) || defined(__ARM_FEATURE_DOTPROD)
+#define PAGEDATTN_UNROLL_STEPS
+#else
+#define PAGEDATTN_UNROLL_STEPS PAGEDATTN_UNROLL_BY(4)
+#endif
+
 struct Steps {
   int64_t begin, end;
 };
@@ -51,6 +58,7 @@ struct ChainSums {
     } else {
       Vec of_chain[COUNT][NUM_WORDS][NUM_VECS] = {};
       const float* of_step = columns + (steps.begin * TOTAL_CHAINS + FIRST) * SIZE;
+      PAGEDATTN_UNROLL_STEPS
       for (int64_t step = steps.begin; step < steps.end; ++step) {
         multiply(words_at(step) + FIRST * WORD_BYTES, of_step, of_chain);
         of_step += TOTAL_CHAINS * SIZE;
@@ -97,22 +105,11 @@ struct ChainSums {
   }
 };
 
-// The same, as many words at a time as registers have sums.
 template <typename Products, int NUM_VECS, int NUM_WORDS, int TOTAL_CHAINS, typename WordsAt>
 PAGEDATTN_INLINE void multiply_words(const WordsAt& words_at, Steps steps, const float* columns,
                                      Vec (&sums)[NUM_WORDS][NUM_VECS]) {
-  // Another instruction adds products of integers, and takes one more register. Its latency is so short that sums of
-  // two words keep it busy.
-  constexpr int AT_ONCE = INTEGER_SUMS<Products> && NUM_REGISTERS == 16 ? 2 : NUM_WORDS;
-  PAGEDATTN_UNROLL
-  for (int w = 0; w < NUM_WORDS; w += AT_ONCE) {
-    const auto at = [&](int64_t step)
-                        PAGEDATTN_ALWAYS_INLINE { return words_at(step) + w * TOTAL_CHAINS * WORD_BYTES; };
-    using Sums = ChainSums<Products, NUM_VECS, AT_ONCE, TOTAL_CHAINS, decltype(at)>;
-    Vec some[AT_ONCE][NUM_VECS];
-    Sums{at, steps, columns}.template add_up<0, TOTAL_CHAINS>(some);
-    __builtin_memcpy(sums[w], some, sizeof some);
-  }
+  using Sums = ChainSums<Products, NUM_VECS, NUM_WORDS, TOTAL_CHAINS, WordsAt>;
+  Sums{words_at, steps, columns}.template add_up<0, TOTAL_CHAINS>(sums);
 }
 
 }  // namespace

@@ -20,9 +20,9 @@ namespace {
 
 static_assert(MOST_IN_VECTOR % VEC_SIZE == 0);
 
-// Vectors of a group, at most. Four words are multiplied with a group at once (chain_sums.h): the sums, the group's
-// vectors and a word fill 16 registers, or two thirds of 32.
-constexpr int GROUP_VECS = NUM_REGISTERS == 16 ? 3 : VEC_SIZE == 16 ? 2 : 4;
+// Vectors of a group, at most. Four words are multiplied with a group at once (chain_sums.h). Sums of 3 vectors would
+// fill 16 registers, and each chain that ends would have to store them before the next can begin.
+constexpr int GROUP_VECS = VEC_SIZE == 16 || NUM_REGISTERS == 16 ? 2 : 4;
 
 // Calls body.operator()<NUM_VECS>(first) for each group of `num_columns` columns, with its first column.
 template <typename Body>
@@ -34,8 +34,7 @@ PAGEDATTN_INLINE void for_each_group(int64_t num_columns, const Body& body) {
     first += NUM_VECS * VEC_SIZE;
     num_left -= NUM_VECS;
   };
-  // The fewer vectors at once, the slower each vector. 4 are better taken as 2 and 2 than as 3 and 1.
-  while (num_left >= GROUP_VECS && (GROUP_VECS != 3 || num_left != 4)) take.template operator()<GROUP_VECS>();
+  while (num_left >= GROUP_VECS) take.template operator()<GROUP_VECS>();
   while (num_left >= 2) take.template operator()<2>();
   if (num_left == 1) take.template operator()<1>();
 }

@@ -15,8 +15,7 @@ constexpr int64_t NHD_RESULTS = 64;
 // How many KV heads a walk takes together. Where the heads of a token are adjacent, few rows take all of them, so that
 // memory is read front to back. Where the tokens of a head are adjacent, or where many rows make arithmetic the limit,
 // the walk goes head by head.
-inline int64_t nhd_heads_at_once(const PagedAttentionParams& p, const AttentionItem& item) {
-  const int64_t of_head = (item.row_end - item.row_begin) * (p.num_heads / p.num_kv_heads);
+inline int64_t nhd_heads_at_once(const PagedAttentionParams& p, int64_t of_head) {
   return p.key_strides.token < p.key_strides.kv_head || are_many(of_head) ? 1 : NHD_RESULTS / of_head;
 }
 
@@ -39,9 +38,10 @@ class FetchAhead {
              const AttentionItem* next_item)
       : p_(params), rows_(rows), item_(item), next_item_(next_item) {
     const int64_t num_heads = item.head_end - item.head_begin;
-    are_many_ = are_many(results_of_head(params, item));
+    const int64_t of_head = results_of_head(params, item);
+    are_many_ = are_many(of_head);
     if constexpr (LAYOUT == CacheLayout::NHD) {
-      const int64_t most = nhd_heads_at_once(params, item), num_parts = (num_heads + most - 1) / most;
+      const int64_t most = nhd_heads_at_once(params, of_head), num_parts = (num_heads + most - 1) / most;
       heads_at_once_ = (num_heads + num_parts - 1) / num_parts;
     } else {
       const int64_t head_bytes = params.head_size * params.block_size * static_cast<int64_t>(sizeof(T));

@@ -14,15 +14,10 @@
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
 namespace {
 
-// What each column of a vector sees of a tile.
-struct SeenTokens {
-  IntVec begin, end;
-};
-
 // Applies softcap, ALiBi and the mask to the logits of `tokens`. Returns the columns' greatest logits.
 template <int NUM_VECS>
 __attribute__((noinline)) Vec change_logits(const PagedAttentionParams& p, TileTokens tokens, Vec slopes,
-                                            IntVec distance, SeenTokens seen, float* logits) {
+                                            IntVec distance, VisibleTokens visible, float* logits) {
   const Vec minus_infinity = broadcast(-__builtin_inff());
   Vec max_logits = minus_infinity;
   for (int token = tokens.begin; token < tokens.end; ++token) {
@@ -33,7 +28,7 @@ __attribute__((noinline)) Vec change_logits(const PagedAttentionParams& p, TileT
       const IntVec to_token = distance + token;
       x = fma(slopes, __builtin_convertvector(to_token > 0 ? -to_token : to_token, Vec), x);
     }
-    x = select((seen.begin <= token) & (seen.end > token), x, minus_infinity);
+    x = select((visible.begin <= token) & (visible.end > token), x, minus_infinity);
     max_logits = max(max_logits, x);
     store(at, x);
   }
@@ -73,14 +68,14 @@ class ManyRows {
   // Attends with a group. Calls after() after every few products.
   template <int NUM_VECS, typename After>
   void attend(const Group<NUM_VECS>& group, const After& after) const {
-    SeenTokens seen[NUM_VECS];
+    VisibleTokens visible[NUM_VECS];
     TileTokens by_all{h_.tile.begin, h_.tile.end};
     int end = 0;  // of what any column sees
     for (int i = 0; i < NUM_VECS; ++i) {
-      seen[i] = seen_by(group, i);
-      end = larger(end, reduce_max_bits(seen[i].end));
-      by_all.begin = larger(by_all.begin, reduce_max_bits(seen[i].begin));
-      by_all.end = -larger(-by_all.end, reduce_max_bits(-seen[i].end));
+      visible[i] = visible_to(group, i);
+      end = larger(end, reduce_max(visible[i].end));
+      by_all.begin = larger(by_all.begin, reduce_max(visible[i].begin));
+      by_all.end = -larger(-by_all.end, reduce_max(-visible[i].end));
     }
     if (end <= h_.tile.begin) return;
     const TileTokens tokens{first_vec_token(h_.tile), (end + VEC_SIZE - 1) / VEC_SIZE * VEC_SIZE};
@@ -92,7 +87,8 @@ class ManyRows {
       for (int i = 0; i < NUM_VECS; ++i) {
         const Vec slopes = load(group.slopes + i * VEC_SIZE);
         const IntVec distance = first_token() - load_as<IntVec>(group.positions + i * VEC_SIZE);
-        max_logits[i] = change_logits<NUM_VECS>(h_.params, tokens, slopes, distance, seen[i], logits.at + i * VEC_SIZE);
+        max_logits[i] =
+            change_logits<NUM_VECS>(h_.params, tokens, slopes, distance, visible[i], logits.at + i * VEC_SIZE);
       }
     }
     Vec rescale[NUM_VECS];
@@ -114,8 +110,8 @@ class ManyRows {
   static int larger(int a, int b) { return a > b ? a : b; }
 
   template <int NUM_VECS>
-  SeenTokens seen_by(const Group<NUM_VECS>& group, int i) const {
-    return {max_bits(load_as<IntVec>(group.begin + i * VEC_SIZE) - first_token(), IntVec{} + h_.tile.begin),
+  VisibleTokens visible_to(const Group<NUM_VECS>& group, int i) const {
+    return {max(load_as<IntVec>(group.begin + i * VEC_SIZE) - first_token(), IntVec{} + h_.tile.begin),
             min(load_as<IntVec>(group.end + i * VEC_SIZE) - first_token(), IntVec{} + h_.tile.end)};
   }
 
@@ -277,7 +273,7 @@ class ManyRows {
       const Vec weight = load(at);
       // The slot of a token that a column does not see may hold anything.
       const Vec scaled = select(weight == 0.0f, Vec{}, weight * value_scales_[token]);
-      largest_bits = max_bits(largest_bits, (IntVec)scaled & 0x7fffffff);
+      largest_bits = max(largest_bits, (IntVec)scaled & 0x7fffffff);
       store(at, scaled);
     }
     const auto largest = (Vec)largest_bits;

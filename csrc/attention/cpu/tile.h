@@ -51,6 +51,11 @@ struct TileTokens {
   int begin, end;
 };
 
+// What each column of a vector sees of a tile.
+struct VisibleTokens {
+  IntVec begin, end;
+};
+
 // The first token of the first vector that has a visible token.
 template <typename T, CacheLayout LAYOUT>
 PAGEDATTN_INLINE int first_vec_token(const Tile<T, LAYOUT>& tile) {
