@@ -105,6 +105,7 @@ struct ChainSums {
   }
 };
 
+// The sums of all chains.
 template <typename Products, int NUM_VECS, int NUM_WORDS, int TOTAL_CHAINS, typename WordsAt>
 PAGEDATTN_INLINE void multiply_words(const WordsAt& words_at, Steps steps, const float* columns,
                                      Vec (&sums)[NUM_WORDS][NUM_VECS]) {
