@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention/cpu/key_dot.h"
+#include "attention/cpu/row_logits.h"
 #include "cpu_memory.h"
 
 namespace pagedattn::PAGEDATTN_CPU_NAMESPACE {
@@ -17,10 +18,10 @@ namespace {
 constexpr int WORDS = 4;
 constexpr int64_t WORD_BYTES = 4;
 
-// Chains that are added up side by side, with so many vectors of a group. More chains at once take more loads, and
-// leave fewer sums that wait in memory.
+// Chains that are added up side by side, with so many vectors of a group: two where there are registers for their sums.
+// More chains at once take more loads, and leave fewer sums that wait in memory.
 template <int NUM_VECS>
-constexpr int CHAINS = NUM_VECS == 1 || (NUM_VECS == 2 && NUM_REGISTERS == 32) ? 2 : 1;
+constexpr int CHAINS = 2 * WORDS * NUM_VECS <= MAX_SUMS ? 2 : 1;
 
 // Before the loop over steps. A step for 16 registers is so short that a jump and addresses are a quarter of it.
 #if defined(__AVX512F__) || defined(__ARM_FEATURE_DOTPROD)

@@ -17,7 +17,7 @@ namespace {
 // Query rows that share the loads of a key or value.
 constexpr int MAX_ROWS = VEC_SIZE >= 8 || NUM_REGISTERS == 32 ? 4 : 2;
 
-// Half of the registers hold sums of logits.
+// Half of the registers hold sums.
 constexpr int MAX_SUMS = NUM_REGISTERS / 2;
 
 // With fewer rows, the sums are of several vectors of tokens side by side. With one row, the vectors are so many that

@@ -164,7 +164,7 @@ class StripWords {
 template <typename Values, typename T>
 class NhdWords {
  public:
-  static constexpr int AT_ONCE = NUM_REGISTERS / 2 / GROUP_VECS;  // their sums fill half of the registers
+  static constexpr int AT_ONCE = MAX_SUMS / GROUP_VECS;
 
   // `memory` has room for TILE_TOKENS values of a padded head.
   NhdWords(const HeadTile<T, CacheLayout::NHD>& h, float* memory) : begin_(h.tile.begin / TOKENS), memory_(memory) {
