@@ -19,7 +19,7 @@ class RequestContext:
     """One HTTP request. It may make several requests to the engine, or none.
 
     request_id: as in the header X-Request-Id; the server makes it, and nobody can guess it.
-    path: of its URL.
+    path: of its URL, without the path under which a proxy serves the server.
     answer_id: the id in the answer's body, which ends with the request_id; "" if the answer has none.
     key_number: the request's key, as its place among the server's API keys, from 1; None without a key.
     key_id: a name of the key that does not reveal the key; "" without a key.

@@ -1,7 +1,7 @@
 """What every request passes before the app, and every answer after it. It is plain ASGI, so streams go through
 unbuffered, and the app sees its client go away.
 
-The order, from the outside: `WithoutRootPath`, `RequestLog` (id, log line, unexpected errors), CORS (from Starlette),
+The order, from the outside: `RootPath`, `RequestLog` (id, log line, unexpected errors), CORS (from Starlette),
 `TimeLimit`, `HostCheck`, `KeyCheck`, `BodyLimit`, `HeadAsGet`. If a request is refused here, the answer has OpenAI's
 shape and the connection is closed, so that nobody reads a body to its end for nothing.
 """
@@ -63,13 +63,15 @@ def add_middleware(app: Starlette, config: ServerConfig) -> None:
             expose_headers=("x-request-id", "request-id", "retry-after"),
         )
     app.add_middleware(RequestLog)
-    if config.root_path:
-        app.add_middleware(WithoutRootPath, root_path=config.root_path)
+    app.add_middleware(RootPath, root_path=config.root_path)
 
 
-class WithoutRootPath:
-    """Takes the path under which a proxy serves the server off the paths of requests, where the proxy has not. The app
-    learns of it (ASGI's root_path), for what it says of itself."""
+class RootPath:
+    """Gives all others a scope as ASGI wants it: `path` begins with `root_path`, the path under which a proxy serves
+    the server, even if the proxy has cut it off. `own_path` is the rest.
+
+    root_path: "" where the scope says it, as that of Ray Serve does.
+    """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self.app = app
@@ -77,11 +79,19 @@ class WithoutRootPath:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            root_path = (self.root_path or scope.get("root_path", "")).rstrip("/")
             path = scope["path"]
-            if f"{path}/".startswith(f"{self.root_path}/"):
-                path = path.removeprefix(self.root_path) or "/"
-            scope = {**scope, "path": path, "root_path": self.root_path}
+            if not f"{path}/".startswith(f"{root_path}/"):
+                path = root_path + path
+            if path == root_path:
+                path = f"{root_path}/"
+            scope = {**scope, "path": path, "root_path": root_path}
         await self.app(scope, receive, send)
+
+
+def own_path(scope: Scope) -> str:
+    """The path of a request by the server's own names, such as /v1/models."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))
 
 
 class RequestLog:
@@ -97,10 +107,10 @@ class RequestLog:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        context = RequestContext(secrets.token_hex(16), scope["path"])
+        context = RequestContext(secrets.token_hex(16), own_path(scope))
         current_request.set(context)  # each request has a task of its own
         request_id_headers = [(b"x-request-id", context.request_id.encode())]
-        if is_anthropic(scope["path"]):  # whose clients read it by another name
+        if is_anthropic(context.path):  # whose clients read it by another name
             request_id_headers.append((b"request-id", context.request_id.encode()))
         started = time.monotonic()
         status = 499  # as proxies say of a client that left before there was an answer
@@ -132,8 +142,8 @@ class RequestLog:
 
 
 def log_request(scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
-    is_poll = scope["path"] in POLLED_PATHS and status < 400
-    fields: dict[str, Any] = {"method": scope["method"], "path": scope["path"][:200], "status": status}
+    is_poll = context.path in POLLED_PATHS and status < 400
+    fields: dict[str, Any] = {"method": scope["method"], "path": context.path[:200], "status": status}
     if context.answer_id:
         fields["id"] = context.answer_id
     if context.num_prompt_tokens:
@@ -237,12 +247,13 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and self._digests:
+            path = own_path(scope)
             digest = presented_digest(scope)
             number = self._number_of(digest)
             if number is not None:
                 if context := current_request.get():
                     context.key_number, context.key_id = number, digest.hex()
-            elif scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
+            elif path not in OPEN_PATHS and not path.startswith(OPEN_FOLDER):
                 headers = {"www-authenticate": "Bearer"}
                 text = "Incorrect API key provided: expected one of this server's as Authorization: Bearer KEY"
                 return await refuse(receive, send, 401, text, "invalid_api_key", headers)
@@ -262,7 +273,7 @@ def presented_digest(scope: Scope) -> bytes:
     it may also come as `x-api-key: KEY`; Authorization counts first."""
     key = b""
     for name, value in scope["headers"]:
-        if name == b"x-api-key" and not key and is_anthropic(scope["path"]):
+        if name == b"x-api-key" and not key and is_anthropic(own_path(scope)):
             key = value.strip()
         if name == b"authorization":
             scheme, _, rest = value.partition(b" ")

@@ -60,15 +60,15 @@ async def count(request: Request) -> Response:
 
 def make_app(**config: Any) -> Starlette:
     handlers = {"/v1/echo": echo, "/v1/who": who, "/v1/fail": fail, "/v1/slow": slow, "/v1/slow_stream": slow_stream}
-    handlers |= {"/v1/count": count, "/health": echo, "/metrics": echo}
+    handlers |= {"/v1/count": count, "/v1/messages": echo, "/health": echo, "/metrics": echo}
     app = Starlette(routes=[Route(path, handler, methods=["GET", "POST"]) for path, handler in handlers.items()])
     add_middleware(app, ServerConfig(**config))
     return app
 
 
-def request(app: Starlette, path: str, method: str = "GET", **options: Any) -> httpx.Response:
+def request(app: Starlette, path: str, method: str = "GET", root_path: str = "", **options: Any) -> httpx.Response:
     async def run() -> httpx.Response:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=True, root_path=root_path)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.request(method, path, **options)
 
@@ -458,3 +458,20 @@ def test_a_proxy_may_leave_the_root_path_or_cut_it_off(path: str) -> None:
     assert response.status_code == (200 if path.endswith("/health") else 401)
     assert request(make_app(root_path="/llm"), path).status_code == 200
     assert request(make_app(root_path="/llm"), f"/llmx{path}").status_code == 404
+
+
+@pytest.mark.parametrize("root_path", ["/llm", "/v1", "/page"])
+@pytest.mark.parametrize("said_by", ["config", "scope"])
+def test_each_path_below_the_root_path_is_judged_once(root_path: str, said_by: str) -> None:
+    """Also where the server's own paths begin as the root path does, and where a front says the root path, as Ray
+    Serve does. Only the open paths are open, and Anthropic's clients are known."""
+    config, scope = (root_path, "") if said_by == "config" else ("", root_path)
+    app = make_app(root_path=config, api_keys=KEYS)
+    key = {"x-api-key": KEYS[0]}
+    assert request(app, f"{root_path}/health", root_path=scope).status_code == 200
+    for prefix in (root_path, root_path * 2):
+        assert request(app, f"{prefix}/v1/echo", root_path=scope).status_code in (401, 404)
+    assert request(app, f"{root_path}/v1/messages", root_path=scope).status_code == 401
+    response = request(app, f"{root_path}/v1/messages", root_path=scope, headers=key)
+    assert response.status_code == 200 and "request-id" in response.headers
+    assert request(app, f"{root_path}x/health", root_path=scope).status_code == 401
