@@ -101,12 +101,19 @@ def read_text(name: str, file: str | PathLike[str]) -> str:
         raise ArgumentError(name, f"UTF-8 in {file}", error) from None
 
 
-def parse_json(text: str) -> Any:
-    """What JSON says. Raises ValueError for what is none, and for what is nested too deeply."""
+def parse_json(text: str, is_strict: bool = False) -> Any:
+    """What JSON says. Raises ValueError for what is none, and for what is nested too deeply.
+
+    is_strict: NaN and Infinity are none; Python writes them nevertheless, so they are in checkpoints.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant if is_strict else None)
     except RecursionError:
         raise ValueError("lists or objects that are nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no value of JSON")
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -1,8 +1,8 @@
 """Calls that are objects of JSON: {"name": ..., "arguments": {...}}."""
 
-import json
 from functools import partial
 
+from pagedattn_serve.config import parse_json
 from pagedattn_serve.output_parsing.events import CallArguments, CallBegin
 from pagedattn_serve.output_parsing.source import Reader, Source
 
@@ -72,7 +72,7 @@ def read_arguments(source: Source, index: int) -> Reader[None]:
 def _text(value: str) -> str:
     """The text that a value of JSON is; "" if it is none."""
     try:
-        text = json.loads(value)
+        text = parse_json(value)
     except ValueError:
         return ""
     return text if isinstance(text, str) else ""

@@ -2,8 +2,10 @@
 
 import ast
 import json
+from functools import partial
 from typing import Any
 
+from pagedattn_serve.config import parse_json
 from pagedattn_serve.output_parsing.events import CallArguments
 
 
@@ -34,12 +36,13 @@ def literal(text: str, may_be_text: bool) -> str:
     """A literal of JSON or of Python, as JSON. What is neither is a text. may_be_text: what is in quotes is then a
     text, too, quotes included; no white space is cut off texts."""
     stripped = text.strip()
-    for read in (json.loads, ast.literal_eval):
+    read_json = partial(parse_json, is_strict=True)
+    for read in (read_json, ast.literal_eval):
         try:
             value: Any = read(stripped)
             if isinstance(value, str) and may_be_text:
                 break
-            return stripped if read is json.loads else json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return stripped if read is read_json else json.dumps(value, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     return _quoted(text if may_be_text else stripped)

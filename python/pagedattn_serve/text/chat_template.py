@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pagedattn_serve.config import check_bool
+from pagedattn_serve.config import check_bool, parse_json
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, shown
 
 # A dict with a role, a content (a text or a list of {"type": "text", "text": ...}), and whatever else the template
@@ -217,18 +217,14 @@ def _read_arguments(name: str, arguments: Any) -> Fields:
     read = arguments
     if isinstance(arguments, str):
         try:
-            read = json.loads(arguments, parse_constant=_no_constant) if arguments.strip() else {}
-        except (ValueError, RecursionError) as error:
+            read = parse_json(arguments, is_strict=True) if arguments.strip() else {}
+        except ValueError as error:
             raise ArgumentError(name, "an object as JSON", f"what is no JSON ({error})") from None
         if not isinstance(read, dict):
             raise ArgumentError(name, "an object as JSON", f"JSON of {type(read).__name__}")
     if not isinstance(read, Mapping):
         raise ArgumentTypeError(name, "an object, or its JSON", type(read).__name__)
     return dict(read)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no value of JSON")
 
 
 def _says_something(fields: Fields) -> bool:

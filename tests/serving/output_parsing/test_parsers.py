@@ -75,6 +75,12 @@ OUTPUTS: dict[str, list[tuple[str, str, list[dict[str, Any]]]]] = {
         ("<tool_call><function=get_weather><parameter=city>Paris</parameter></function>", "", [PARIS]),
         ("<tool_call>\n<function=f>\n<parameter=a>\nnull\n</parameter>\n</function>", "", [{"a": None}]),
         ('<tool_call>\n<function=f>\n<parameter=a>\n "x"\n</parameter>\n</function>', "", [{"a": ' "x"'}]),
+        ("<tool_call>\n<function=f>\n<parameter=a>\nNaN\n</parameter>\n</function>", "", [{"a": "NaN"}]),
+        (
+            "<tool_call>\n<function=f>\n<parameter=a>\n[-Infinity]\n</parameter>\n</function>",
+            "",
+            [{"a": "[-Infinity]"}],
+        ),
         ("<tool_call> no", "<tool_call> no", []),
     ],
     "mistral": [
@@ -245,6 +251,23 @@ def test_a_name_with_dots_and_dashes(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", ["mistral", "mistral_list"])
 def test_the_length_that_templates_of_mistral_demand_of_ids(name: str) -> None:
     assert len(output_format(name, "none", "").new_call_id()) == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{{"name": {}}}</tool_call>'),
+        ("hermes", '<tool_call>{{"arguments": {}, "name": "f"}}</tool_call>'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}"),
+        ("llama3_json", '{{"parameters": {}, "name": "f"}}'),
+        ("deepseek_v31", BLOCK.format(f"{BEGIN}f{SEP}{{}}{END}")),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"),
+        ("pythonic", "[f(a={})]"),
+    ],
+)
+def test_lists_that_are_nested_too_deeply_end_no_answer(name: str, text: str) -> None:
+    """What no grammar holds may be any text. Catches an error of Python's reader that leaves the parser."""
+    parse(new_parser(name), text.format("[" * 5000 + "]" * 5000))
 
 
 def test_a_text_after_a_call_that_looks_like_a_call() -> None:

@@ -9,10 +9,15 @@ import pytest
 from checkpoints import BEGINNING, SPEECH
 from event_streams import message_of, read_events, without_ids
 from pydantic import TypeAdapter
+from tool_functions import FUNCTIONS
 
 from pagedattn_serve.engine import LLMEngine
-from pagedattn_serve.server.http.errors import ApiError, last_events
+from pagedattn_serve.output_parsing.output_format import output_format
+from pagedattn_serve.output_parsing.tool_format import ToolUse
+from pagedattn_serve.server.http.errors import ApiError, encode_json, last_events
 from pagedattn_serve.server.http.logs import RequestContext, current_request
+from pagedattn_serve.server.openai.blocks import OutputEnd
+from pagedattn_serve.server.openai.messages.events import MessageWriter
 from pagedattn_serve.server.openai.messages.routes import Message
 
 PATH = "/v1/messages"
@@ -286,6 +291,21 @@ def test_a_thread_is_refused(client: Any) -> None:
         "message": "thread: expected none, as no conversation is kept",
         "details": details,
     }
+
+
+def test_a_number_of_a_call_that_no_answer_can_be_written_with() -> None:
+    """Catches a status of 500 for what the grammar of JSON allows a model to write."""
+    of_calls = output_format("hermes", "none", "")
+    turn = of_calls.turn("", ToolUse(FUNCTIONS))
+    assert turn is not None
+    parser = turn.parser()
+    writer = MessageWriter("msg_1", "m", [], 10, of_calls)
+    writer.start(1, 0)
+    text = '<tool_call>{"name": "get_weather", "arguments": {"far": [1e999, -1e999], "near": 1e300}}</tool_call>'
+    writer.write(parser.feed(text) + parser.finish())
+    writer.finish(OutputEnd("stop", None, 1, 0, 5, 0))
+    [call] = json.loads(encode_json(writer.answer()))["content"]
+    assert call["input"] == {"far": [None, None], "near": 1e300}
 
 
 def test_a_stream_that_fails() -> None:

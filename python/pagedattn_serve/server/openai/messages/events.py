@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from pagedattn_serve.output_parsing.output_format import OutputFormat
 from pagedattn_serve.server.openai.blocks import BlockWriter, Fields, Kind, OutputEnd
@@ -103,11 +103,13 @@ class MessageWriter(BlockWriter):
 
 
 def _object(text: str) -> Fields:
-    """An object of JSON, or as much of it as there is; an empty one for what is none."""
+    """An object of JSON, or as much of it as there is; an empty one for what is none. A number beyond fp64, which the
+    answer could not be written with, is null."""
     try:
         value = from_json(text or "{}", allow_partial="trailing-strings")
     except ValueError:
         return {}
+    value = from_json(to_json(value, inf_nan_mode="null"))
     return value if isinstance(value, dict) else {}
 
 
