@@ -74,8 +74,9 @@ class Core(Protocol):
 
 def load_texts(core: ProcessCore | Replicas) -> Texts:
     """The tokenizer of a process's engine, loaded here beside the model there. Waits for the model, too."""
+    args = core.engine_args
     try:
-        tokenizer = load_tokenizer(core.engine_args.model, core.engine_args.tokenizer)
+        tokenizer = load_tokenizer(args.model, args.tokenizer, args.allow_download)
     except BaseException:
         core.kill()
         raise

@@ -48,7 +48,7 @@ def say_start(engine_args: EngineArgs, num_replicas: int) -> None:
 
     Raises FileNotFoundError if there is no model.
     """
-    directory = model_directory(engine_args.model)
+    directory = model_directory(engine_args.model, engine_args.allow_download)
     fields = config_fields(directory)
     architectures, stored = fields.get("architectures"), fields.get("quantization_config")
     words = [f"{architectures[0]}" if isinstance(architectures, list) and architectures else "a model"]

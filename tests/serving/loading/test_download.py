@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -16,6 +17,7 @@ from checkpoints import Checkpoint
 from engine_runs import run, token_ids
 from huggingface_hub import constants
 
+from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -66,22 +68,32 @@ class Hub:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
 
+@contextmanager
+def served(model: str, others: dict[str, bytes]) -> Iterator[Hub]:
+    hub = Hub({file.name: file.read_bytes() for file in Path(model).iterdir() if file.is_file()} | others)
+    Thread(target=hub.server.serve_forever, daemon=True).start()
+    try:
+        yield hub
+    finally:
+        hub.server.shutdown()
+        hub.server.server_close()
+
+
 @pytest.fixture
 def hub(llama: Checkpoint) -> Iterator[Hub]:
-    files = {file.name: file.read_bytes() for file in Path(llama.path).iterdir()}
     others = {"pytorch_model.bin": b"twice", "onnx/model.onnx": b"other", "original/model.safetensors": b"other"}
-    hub = Hub(files | others | {"README.md": b"text"})
-    Thread(target=hub.server.serve_forever, daemon=True).start()
-    yield hub
-    hub.server.shutdown()
-    hub.server.server_close()
+    with served(llama.path, others | {"README.md": b"text"}) as hub:
+        yield hub
+
+
+def python(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A new interpreter: huggingface_hub reads these variables when it is imported."""
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
 
 
 def info(hub: Hub, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """In a new interpreter: huggingface_hub reads these variables when it is imported."""
-    command = [sys.executable, "-m", "pagedattn_serve", "info", *arguments]
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return python(hub, home, "-m", "pagedattn_serve", "info", *arguments)
 
 
 def test_a_model_is_downloaded_into_the_cache(
@@ -104,6 +116,39 @@ def test_a_model_is_downloaded_into_the_cache(
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     outputs = run(LLMEngine(REPO, num_blocks=8), llama.prompts[:1], params)
     assert token_ids(outputs) == [llama.expected[0][:8]]
+
+
+SERVER = f"""
+from asyncio import run
+from pagedattn_serve import AsyncLLMEngine, EngineArgs
+if __name__ == "__main__":
+    args = EngineArgs({REPO!r}, allow_download=True, num_blocks=8)
+    engine = AsyncLLMEngine.from_engine_args(args)
+    print(len(engine.texts.tokenizer))
+    run(engine.shutdown())
+"""
+
+
+def test_the_process_beside_the_engine_downloads_too(tmp_path: Path) -> None:
+    """Catches one that looks into the cache alone, and has no tokenizer."""
+    file = tmp_path / "program.py"
+    file.write_text(SERVER)
+    with served(str(DEMO_MODEL), {}) as hub:
+        done = python(hub, tmp_path, str(file))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 256
+
+
+def test_what_is_loaded_is_downloaded_to_be_named(hub: Hub, tmp_path: Path) -> None:
+    """As by a replica on Ray, where no command has looked at the files before."""
+    code = f"""
+from pagedattn_serve import EngineArgs
+from pagedattn_serve.cli.serve import logger, say_start
+logger.info = lambda text, *args: print(text % args)
+say_start(EngineArgs({REPO!r}, allow_download=True), num_replicas=1)
+"""
+    done = python(hub, tmp_path, "-c", code)
+    assert done.stdout.startswith("loading LlamaForCausalLM"), done.stderr
 
 
 def test_what_cannot_be_downloaded(hub: Hub, tmp_path: Path) -> None:
