@@ -87,5 +87,7 @@ class PromptPace:
 
     def observe_alone(self, num_tokens: int, seconds: float) -> None:
         """Note the time of a step with so many tokens of long prompts and nothing else."""
+        if num_tokens < self.alone and seconds <= LONE_SECONDS:
+            return  # the end of a prompt, whose few tokens take longer each
         in_time = int(num_tokens * LONE_SECONDS / seconds) if seconds > 0 else self._max_num_tokens
         self.alone = min(max(in_time, MIN_LONE_TOKENS), self._max_num_tokens)

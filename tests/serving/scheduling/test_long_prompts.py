@@ -118,7 +118,8 @@ def test_alone_it_takes_about_a_second() -> None:
         (2560, 4.0, 640),
         (640, 10.0, MIN_LONE_TOKENS),
         (256, 0.2, 1280),
-        (9, 0, 2560),
+        (9, 0.02, 1280),  # a prompt's last tokens tell nothing of larger chunks
+        (1280, 0, 2560),
     ):
         pace.observe_alone(num_tokens, seconds)
         assert pace.alone == expected
