@@ -99,7 +99,8 @@ def open_file(file: Path, open_files: OpenFiles) -> Tensors:
         if not isinstance(state, dict):
             raise ValueError(f"expected a dict of tensors, got {type(state).__name__}")
         return {str(name): partial(state.__getitem__, name) for name in state}
-    except pickle.UnpicklingError:  # its message advises to run the code in the file
+    # The message of the first advises to run the code in the file; torch's reader meets the others in damaged files.
+    except (pickle.UnpicklingError, LookupError, AssertionError, AttributeError, TypeError):
         raise ValueError(
             f"model: cannot read the weights in {file}: expected tensors, as torch saves them, got something else"
         ) from None

@@ -22,6 +22,7 @@ from pagedattn_serve.models.quantization import (
 
 ROW_GROUP = 32  # rows are quantized in groups of this size; a group of weights is a multiple of it
 ROWS_ANEW = 256  # that are floats at a time, where codes are quantized anew
+SCALES = {"scales", "weight_scale"}  # how programs name the tensor of scales
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight output features among the 4-bit pieces of an int32, lowest bits first
 
 
@@ -53,8 +54,14 @@ class CheckpointFormat:
         """The tensors that a layer has: what the rank holds of each of their axes."""
         raise NotImplementedError
 
+    def weight(self, tensors: dict[str, Tensor]) -> QuantizedWeight:
+        """The weight, made of tensors with the names and shapes of `shapes`. Raises ValueError, with the name of the
+        tensor, for what a layer here cannot have."""
+        for name in SCALES & tensors.keys():
+            check_dtype(name, tensors[name], torch.float32, torch.float16, torch.bfloat16)
+        return self.unpack(tensors)
+
     def unpack(self, tensors: dict[str, Tensor]) -> QuantizedWeight:
-        """The weight, made of tensors with the names and shapes of `shapes`."""
         raise NotImplementedError
 
     def groups(self, inputs: Share) -> Share:
@@ -140,9 +147,8 @@ class Gptq(CheckpointFormat):
         codes = tensors["qweight"].t()
         check_dtype("qweight", codes, torch.int32)
         scales = tensors["scales"].t()
-        order = tensors.get("g_idx", torch.zeros(1)).long()  # of all ranks
-        if not torch.equal(order, torch.arange(len(order)) // (self.group_size or len(order))):
-            raise ValueError("g_idx: expected groups in order, got a permutation of them")
+        if "g_idx" in tensors:
+            check_order(tensors["g_idx"], self)
         return Int4Weight(codes, scales, zeros_of_gptq(unpack_nibbles("qzeros", tensors["qzeros"]).t(), self))
 
 
@@ -193,6 +199,10 @@ class Anew(CheckpointFormat):
         groups = CheckpointFormat.groups(self, inputs)
         return groups if self.is_in_order else everything(groups.whole)
 
+    def order(self, inputs: Share) -> Share:
+        """Of the tensor that has the group of each input. All of it is looked at where it says nothing."""
+        return everything(inputs.whole) if self.is_in_order else inputs
+
     def make(self, codes: Tensor, scales: Tensor, zeros: Tensor, order: Tensor | None) -> Int8Weight:
         """codes: uint8 [outputs, inputs]. scales, zeros: [outputs, groups]. order: the group of each input."""
         groups = self.group_of_input(codes.shape[1], scales.shape[1], order)
@@ -204,10 +214,9 @@ class Anew(CheckpointFormat):
 
     def group_of_input(self, num_inputs: int, num_groups: int, order: Tensor | None) -> Tensor:
         if self.is_in_order:
-            in_order = torch.arange(num_inputs) // (num_inputs // num_groups)
-            if order is not None and not torch.equal(order.long() - order[0], in_order):
-                raise ValueError("g_idx: expected groups in order, got a permutation of them")
-            return in_order
+            if order is not None:
+                check_order(order, self)
+            return torch.arange(num_inputs) // (num_inputs // num_groups)
         if order is None or not 0 <= int(order.min()) <= int(order.max()) < num_groups:
             got = "none" if order is None else f"{order.min()} to {order.max()}"
             raise ValueError(f"g_idx: expected the group of each input, 0 to {num_groups - 1}, got {got}")
@@ -224,7 +233,7 @@ class GptqAnew(Anew):
     symmetric: bool | None
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
-        return {**shapes_of_gptq(self, outputs, inputs), "g_idx": [inputs]}
+        return {**shapes_of_gptq(self, outputs, inputs), "g_idx": [self.order(inputs)]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight:
         codes = unpack_codes("qweight", tensors["qweight"].t(), self.bits)
@@ -241,7 +250,7 @@ class PackedAnew(Anew):
     symmetric: bool
 
     def shapes(self, outputs: Share, inputs: Share) -> dict[str, list[Share]]:
-        return {**shapes_of_packed(self, outputs, inputs), "weight_g_idx": [inputs]}
+        return {**shapes_of_packed(self, outputs, inputs), "weight_g_idx": [self.order(inputs)]}
 
     def unpack(self, tensors: dict[str, Tensor]) -> Int8Weight:
         codes = unpack_codes("weight_packed", tensors["weight_packed"], self.bits)
@@ -317,6 +326,12 @@ def unpack_codes(name: str, packed: Tensor, bits: int) -> Tensor:
     return row_bytes(packed, torch.uint8)
 
 
-def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise ValueError(f"{name}: expected {dtype}, got {tensor.dtype}")
+def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+
+
+def check_order(order: Tensor, format: Gptq | Anew) -> None:
+    """Raise ValueError unless a group has inputs that follow each other. order: the group of each input of all ranks."""
+    if not torch.equal(order.long(), torch.arange(len(order)) // (format.group_size or len(order))):
+        raise ValueError("g_idx: expected groups in order, got other ones")

@@ -177,7 +177,7 @@ def read_weight(
             if "bias" in by_suffix and by_suffix["bias"].any():
                 largest = by_suffix["bias"].abs().max()
                 raise ValueError(f"bias: expected none, or zeros, got numbers up to {largest:g}")
-            weight = format.unpack(by_suffix)
+            weight = format.weight(by_suffix)
         except ValueError as error:
             raise ValueError(f"model: cannot read {part}: {error}") from None
         weights.append({f.name: getattr(weight, f.name) for f in fields(weight)})
@@ -207,7 +207,7 @@ def whole_weight(name: str, reads: Tensors, format: CheckpointFormat) -> Quantiz
     """With codes in bytes. Raises ValueError for tensors that do not fit each other."""
     tensors = {suffix: read() for suffix, read in reads.items()}
     try:
-        weight = format.unpack(tensors)
+        weight = format.weight(tensors)
         if isinstance(weight, Int4Weight) and weight.codes.dtype == torch.int32:
             weight = replace(weight, codes=unpack_nibbles("codes", weight.codes))
         num_outputs, num_inputs = weight.codes.shape

@@ -322,7 +322,8 @@ def test_zeros_of_a_head_that_is_not_symmetric(tmp_path: Path) -> None:
     [
         ("gptq-act-order", None, "expected the group of each input, 0 to 1, got none"),
         ("gptq-act-order", torch.full((64,), 2), "expected the group of each input, 0 to 1, got 2 to 2"),
-        ("gptq-8-bits", torch.arange(64) % 2, "expected groups in order, got a permutation of them"),
+        ("gptq-8-bits", torch.arange(64) % 2, "expected groups in order, got other ones"),
+        ("gptq-8-bits", torch.arange(64) // 32 + 100, "expected groups in order, got other ones"),
     ],
 )
 def test_groups_of_inputs_that_do_not_fit(tmp_path: Path, config: str, order: Tensor | None, message: str) -> None:
@@ -438,7 +439,7 @@ def test_group_sizes_that_the_op_does_not_have(tmp_path: Path, config: dict[str,
 def test_groups_in_another_order(tmp_path: Path) -> None:
     save_quantized(tmp_path, "llama-gqa", GPTQ)
     change_weights(tmp_path, o_proj__g_idx=torch.arange(64, dtype=torch.int32) % 2)
-    with pytest.raises(ValueError, match=r"cannot read .*o_proj: g_idx: expected groups in order, got a permutation"):
+    with pytest.raises(ValueError, match=r"cannot read .*o_proj: g_idx: expected groups in order, got other ones"):
         load_model(tmp_path)
 
 
@@ -464,4 +465,26 @@ def test_tensors_that_do_not_fit(
     save_quantized(tmp_path, "llama-gqa", config)
     change_weights(tmp_path, **changes)
     with pytest.raises(ValueError, match=message.format(LAYER)):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("config", "name", "shape"),
+    [
+        (GPTQ, "scales", (2, 64)),
+        (CONFIGS["gptq-8-bits"], "scales", (2, 64)),
+        (AWQ, "scales", (2, 64)),
+        (INT4, "weight_scale", (64, 2)),
+        (INT8, "weight_scale", (64, 1)),
+    ],
+)
+def test_scales_of_a_dtype_that_no_layer_has(
+    tmp_path: Path, config: dict[str, Any], name: str, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Catches scales that become floats whatever they are, and an error of an op, which names no layer."""
+    save_quantized(tmp_path, "llama-gqa", config)
+    change_weights(tmp_path, **{f"o_proj__{name}": torch.ones(shape).to(dtype)})
+    message = f"^model: cannot read {LAYER}.o_proj: {name}: expected torch.float32 or .*, got {dtype}$"
+    with pytest.raises(ValueError, match=message):
         load_model(tmp_path)
