@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Literal, Self
 
-from pagedattn_serve.config import check_bool, check_float, check_int
+from pagedattn_serve.config import check_bool, check_float, check_int, check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError, shown
 from pagedattn_serve.structured_output import StructuredOutput
 from pagedattn_serve.vllm_arguments import sampling_arguments, takes_arguments_of_vllm
@@ -363,7 +363,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str):
             raise ArgumentTypeError(name, "strings", f"{shown(text)} of type {type(text).__name__}")
-        if not text:
+        if not check_text(name, text):
             raise ArgumentError(name, "non-empty strings", list(texts))
     return texts
 

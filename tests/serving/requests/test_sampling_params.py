@@ -125,6 +125,8 @@ def test_edges_are_taken(kwargs: dict[str, Any]) -> None:
         ("max_tokens", 0),
         ("stop", ""),
         ("stop", ["a", ""]),
+        ("stop", "\ud800"),
+        ("bad_words", ["a", "\ud800"]),
         ("min_p", -0.1),
         ("min_p", 1.01),
         ("min_p", math.nan),
