@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from brute_force import Pages, attend, attend_all, rows, starts
@@ -258,6 +259,36 @@ def test_fp8_queries_over_other_keys_are_refused() -> None:
     q, k, v = (torch.randn(2, 3, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS))
     with pytest.raises(TypeError, match=r"^flash_attn_func: q: expected torch.float32, the dtype of the keys, got"):
         flash_attn_func(q.to(FP8), k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v", "rotary_cos"])
+def test_dtypes_beside_scales_by_head(name: str, dtype: torch.dtype) -> None:
+    """Tensors that are scaled in fp32 are checked before, and before the cache is written."""
+    caches = torch.zeros(2, 2, 8, KV_HEADS, 16).to(FP8)
+    q, k, v = (torch.randn(2, 1, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    cos, sin = torch.randn(2, 8, 4)
+    tensors = {"q": q, "k": k, "v": v, "rotary_cos": cos, "rotary_sin": sin}
+    tensors[name] = tensors[name].to(dtype)
+    got = str(dtype).removeprefix("torch.")
+    with pytest.raises(TypeError, match=f"_kvcache: {name}: expected dtype float32, float16 or bfloat16, got {got}$"):
+        flash_attn_with_kvcache(
+            k_cache=caches[0], v_cache=caches[1], cache_seqlens=2, k_descale=torch.rand(2, KV_HEADS), **tensors
+        )
+    assert not caches.float().any()
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [[1.0, 2.0], "1", numpy.ones((2, KV_HEADS)), torch.rand(2, KV_HEADS).cfloat()],
+    ids=["list", "str", "numpy", "complex"],
+)
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_what_is_no_scale_is_named(name: str, scale: Any) -> None:
+    """Also beside fp8 queries, where scales are multiplied with tensors here and not in an op."""
+    q, k, v = (torch.randn(2, 3, heads, 16).to(FP8) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    with pytest.raises(TypeError, match=f"^flash_attn_func: {name}: expected a (number|real dtype), got"):
+        flash_attn_func(q, k, v, **{name: scale})
 
 
 @pytest.mark.parametrize(
@@ -547,3 +578,15 @@ def test_new_tokens_do_not_go_to_expanded_caches(padding: Tensor | None) -> None
     with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: k_cache: expected memory for each element"):
         flash_attn_with_kvcache(q, cache, cache, k, v, cache_seqlens=0, cache_leftpad=padding)
     assert not cache.any()
+
+
+def test_an_output_that_requires_grad_is_refused() -> None:
+    """Torch would refuse it, too, but only when new tokens are in the cache."""
+    caches = torch.zeros(2, 2, 5, KV_HEADS, 16)
+    q, k, v = (torch.randn(2, 1, heads, 16) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out = torch.zeros_like(q, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"^flash_attn_with_kvcache: out: requires grad, but there is no backward"):
+        flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=2, out=out)
+    assert not caches.any()
+    with torch.no_grad():
+        assert flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=2, out=out) is out

@@ -160,6 +160,7 @@ WRONG_SPARSE: dict[str, tuple[type[Exception], str, Any]] = {
     "value size": (ValueError, "d_v", 41),
     "scale": (ValueError, "sm_scale", math.nan),
     "sinks of other heads": (ValueError, "attn_sink", torch.zeros(2)),
+    "complex sinks": (TypeError, "attn_sink", torch.zeros(4, dtype=torch.complex64)),
     "lengths": (ValueError, "topk_length", int32(4, 3, 5)),
     "memory of another shape": (ValueError, "out", torch.zeros(3, 4, 40)),
 }
@@ -170,6 +171,11 @@ def test_what_sparse_prompts_refuse(what: str) -> None:
     error, argument, value = WRONG_SPARSE[what]
     with pytest.raises(error, match=f"^flash_mla_sparse_fwd: {argument}: expected .+, got .+"):
         flash_mla_sparse_fwd(**SPARSE | {argument: value})
+
+
+def test_sinks_that_require_grad_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"^flash_mla_sparse_fwd: attn_sink: requires grad"):
+        flash_mla_sparse_fwd(**SPARSE, attn_sink=torch.zeros(4, requires_grad=True))
 
 
 MEMORY: dict[str, tuple[torch.Tensor, Any]] = {

@@ -1,6 +1,7 @@
 """What FlashInfer's functions refuse before an op sees it, and that a plan which is refused changes nothing."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 from unittest.mock import Mock
@@ -8,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from brute_force import HEAD_SIZE, starts
-from checks import assert_memory_is_checked, assert_same_bits
+from checks import assert_memory_is_checked, assert_same_bits, tensors_in
 from flashinfer_batch import HEADS, KV_HEADS, PAGE_SIZE, WORKSPACE, Batch
 from torch import Tensor
 
@@ -332,3 +333,97 @@ MEMORY: dict[str, tuple[Tensor, Any]] = {
 @pytest.mark.parametrize("argument", MEMORY)
 def test_memory_for_results_is_checked(argument: str) -> None:
     assert_memory_is_checked(argument, *MEMORY[argument])
+
+
+FP8 = torch.zeros(3, HEADS, HEAD_SIZE).to(torch.float8_e4m3fn)
+THREE, TWO_PAGES = torch.arange(3, dtype=torch.int32), torch.zeros(2, 2, 3, KV_HEADS, 2 * HEAD_SIZE).to(FP8.dtype)
+ROPE = {
+    "q_rope": torch.ones(3, HEADS, HEAD_SIZE),
+    "k_rope": torch.ones(3, KV_HEADS, HEAD_SIZE),
+    "q_nope": torch.ones(3, HEADS, HEAD_SIZE),
+    "k_nope": torch.ones(3, KV_HEADS, HEAD_SIZE),
+    "cos_sin_cache": torch.ones(9, HEAD_SIZE),
+    "pos_ids": THREE,
+}
+APPENDED = {
+    "v": torch.ones(3, KV_HEADS, 2 * HEAD_SIZE),
+    "paged_kv_cache": [*TWO_PAGES],
+    "kv_indices": THREE[:1],
+    "kv_indptr": THREE[:2],
+    "batch_indices": THREE * 0,
+    "positions": THREE,
+    "page_size": 3,
+}
+SCORES = {"input": torch.rand(2, 5), "k": 2, "lengths": torch.tensor([5, 3], dtype=torch.int32)}
+NORM = {"out": FP8, "input": ROPE["q_rope"], "weight": torch.ones(HEAD_SIZE), "scale": torch.ones(1)}
+RULE = {
+    **dict.fromkeys("qkv", torch.ones(3, HEADS, HEAD_SIZE)),
+    **dict.fromkeys(("g", "beta"), torch.full((3, HEADS), 0.5)),
+    "cu_seqlens": torch.tensor([0, 3]),
+    "output_final_state": True,
+    "output": torch.zeros(3, HEADS, HEAD_SIZE),
+    "output_state": torch.zeros(1, HEADS, HEAD_SIZE, HEAD_SIZE),
+}
+DIFFERENTIATED: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    *((flashinfer.merge_states, {"v": torch.ones(3, 4, 2, 8), "s": torch.ones(3, 4, 2)}, name) for name in "vs"),
+    (flashinfer.top_k, {"input": SCORES["input"], "k": 2}, "input"),
+    (flashinfer.top_k_ragged_transform, {**SCORES, "offsets": INDEX}, "input"),
+    (flashinfer.top_k_page_table_transform, {**SCORES, "src_page_table": INDEX.expand(5, 2).T}, "input"),
+    *(
+        (flashinfer.concat_ops.concat_mla_k, {"k": Q[..., :10], "k_nope": Q[..., :8], "k_rope": Q[:, :1, :2]}, name)
+        for name in ("k", "k_nope", "k_rope")
+    ),
+    *((flashinfer.rope_quantize_fp8, ROPE, name) for name in ("q_nope", "k_nope")),
+    *((flashinfer.rope_quantize_fp8_append_paged_kv_cache, ROPE | APPENDED, name) for name in ("q_nope", "v")),
+    *((flashinfer.rmsnorm_quant, NORM, name) for name in ("out", "scale")),
+    *(
+        (flashinfer.fused_add_rmsnorm_quant, {**NORM, "residual": ROPE["q_nope"]}, name)
+        for name in ("out", "residual", "scale")
+    ),
+    *((flashinfer.chunk_gated_delta_rule, RULE, name) for name in ("output", "output_state")),
+]
+
+
+COMPLEX: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    *((flashinfer.merge_state, {"v_a": Q, "s_a": ROWS, "v_b": Q, "s_b": ROWS}, name) for name in ("s_a", "s_b")),
+    (flashinfer.merge_state_in_place, {"v": Q, "s": ROWS, "v_other": Q, "s_other": ROWS}, "s_other"),
+    (flashinfer.merge_states, {"v": torch.ones(3, 4, 2, 8), "s": torch.ones(3, 4, 2)}, "s"),
+    *(
+        (
+            function,
+            {"positions": INDEX, "query": Q.clone(), "key": Q.clone(), "head_size": HEAD_SIZE, "cos_sin_cache": ROWS},
+            "cos_sin_cache",
+        )
+        for function in (flashinfer.apply_rope_with_cos_sin_cache, flashinfer.apply_rope_with_cos_sin_cache_inplace)
+    ),
+    *((flashinfer.rope_quantize_fp8, ROPE, name) for name in ("q_rope", "k_nope", "cos_sin_cache")),
+    (flashinfer.rope_quantize_fp8_append_paged_kv_cache, ROPE | APPENDED, "v"),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"), COMPLEX, ids=[f"{case[0].__name__} {case[2]}" for case in COMPLEX]
+)
+def test_complex_numbers_are_refused(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> None:
+    """Torch would take their real parts, and warn."""
+    function(**deepcopy(arguments))
+    with pytest.raises(TypeError, match=f"^{function.__name__}: {name}: expected a real dtype, got complex64$"):
+        function(**arguments | {name: arguments[name].cfloat()})
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"), DIFFERENTIATED, ids=[f"{case[0].__name__} {case[2]}" for case in DIFFERENTIATED]
+)
+def test_backward_is_refused(function: Callable[..., Any], arguments: dict[str, Any], name: str) -> None:
+    """Where torch computes, too, and before anything is written."""
+    arguments = deepcopy(arguments)
+    tensors = [tensor for tensor in tensors_in(arguments) if tensor is not arguments[name]]
+    before = [tensor.clone() for tensor in tensors]
+    arguments[name] = arguments[name].detach().requires_grad_()
+    with pytest.raises(RuntimeError, match=f"^{function.__name__}: {name}: requires grad"):
+        function(**arguments)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert_same_bits(tensor, old)
+        assert not tensor.requires_grad
+    with torch.no_grad():
+        function(**arguments)

@@ -449,6 +449,14 @@ FP8 = torch.empty(3, 8, dtype=torch.float8_e4m3fn)
         ("rmsnorm_quant", (FP8, X, WEIGHT, WEIGHT), r"scale: expected one element, got shape \[8\]"),
         ("fused_add_rmsnorm_quant", (FP8, X, X, WEIGHT, "x"), "scale: expected a number, got str"),
         ("fused_add_rmsnorm_quant", (FP8, X, X, WEIGHT, None), "scale: expected a number, got NoneType"),
+        *(
+            (name, (FP8, *rows, weight, 1.0), f"weight: expected a torch.Tensor, got {type(weight).__name__}")
+            for name, rows in (("rmsnorm_quant", (X,)), ("fused_add_rmsnorm_quant", (X, X)))
+            for weight in (None, [1.0] * 8, WEIGHT.numpy())
+        ),
+        ("rmsnorm_quant", (FP8, X, WEIGHT.cfloat(), 1.0), "weight: expected a real dtype, got complex64"),
+        ("rmsnorm_quant", (FP8, X.cfloat(), WEIGHT, 1.0), "input: expected a real dtype, got complex64"),
+        ("fused_add_rmsnorm_quant", (FP8, X, X, WEIGHT, torch.tensor(1j)), "scale: expected a real dtype, got complex"),
         ("rmsnorm_quant", (FP8[:1], X, WEIGHT, 1.0), r"out: expected shape \[3, 8\], got \[1, 8\]"),
         ("fused_add_rmsnorm_quant", (X, X, X, WEIGHT, 1.0), "out: expected dtype float8_e4m3fn or float8_e5m2, got"),
         ("fused_add_rmsnorm_quant", (FP8, X, X[:1], WEIGHT, 1.0), r"residual: expected shape \[3, 8\], got \[1, 8\]"),

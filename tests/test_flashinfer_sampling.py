@@ -199,8 +199,14 @@ def test_signature(name: str) -> None:
 # ---- errors: of the function that is called, and of its argument -----------------------------------------------------
 
 COUNTS = torch.zeros(5)
+VALID: dict[str, Any] = {
+    **{"probs": PROBS, "logits": LOGITS, "top_k": 5, "top_p": 0.5, "min_p": 0.1},
+    **{"draft_probs": PROBS[:2, None], "draft_token_ids": INDICES[:2, None], "target_probs": PROBS[:4].view(2, 2, 90)},
+}
 ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("softmax", {"temperature": -1.0}, ValueError, "temperature: expected 0 or more, finite, got -1"),
+    ("softmax", {"temperature": 1e39}, ValueError, r"temperature: expected 0 or more, finite, got 1e\+39"),
+    ("softmax", {"temperature": TOP_P.cfloat()}, TypeError, "temperature: expected a real dtype, got complex64"),
     ("softmax", {"temperature": True}, TypeError, "temperature: expected a number or a tensor, got bool"),
     ("sampling_from_logits", {"logits": LOGITS[0]}, ValueError, "logits: expected 2 dimensions, got 1"),
     ("sampling_from_logits", {"logits": LOGITS * torch.nan, "check_nan": True}, ValueError, "logits: expected no NaN"),
@@ -213,6 +219,7 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sampling_from_probs", {"seed": 1, "offset": torch.tensor([2])}, ValueError, "offset: expected int"),
     ("sampling_from_probs", {"probs": PROBS.clone().requires_grad_()}, RuntimeError, "probs: requires grad"),
     ("top_p_sampling_from_probs", {"top_p": 1.5}, ValueError, r"top_p: expected 0 to 1, got 1\.5"),
+    ("top_p_sampling_from_probs", {"top_p": -1e-60}, ValueError, "top_p: expected 0 to 1, got -1e-60"),
     ("top_p_sampling_from_probs", {"top_p": torch.tensor(0.5)}, ValueError, "top_p: .+ got a 0-dimensional tensor"),
     ("top_k_sampling_from_probs", {"top_k": 0}, ValueError, "top_k: expected 1 or more, got 0"),
     ("top_k_sampling_from_probs", {"top_k": torch.ones(5)}, TypeError, "top_k: expected a tensor of ints"),
@@ -220,9 +227,19 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("min_p_sampling_from_probs", {"min_p": TOP_P[:1]}, ValueError, "min_p: .+ expected length 5, got 1"),
     ("top_k_top_p_sampling_from_probs", {"filter_apply_order": "x"}, ValueError, "filter_apply_order: expected 'top_k"),
     ("top_k_top_p_sampling_from_logits", {"top_p": -0.1}, ValueError, "top_p: expected 0 to 1"),
+    ("top_p_renorm_probs", {"probs": PROBS.cfloat()}, TypeError, "probs: expected a real dtype, got complex64"),
     ("top_p_renorm_probs", {"top_p": 2.0}, ValueError, "top_p: expected 0 to 1, got 2"),
     ("top_k_renorm_probs", {"top_k": -1}, ValueError, "top_k: expected 1 or more, got -1"),
     ("top_k_mask_logits", {"top_k": 1.5}, TypeError, "top_k: expected an int, got float"),
+    *(
+        (
+            "chain_speculative_sampling",
+            {name: VALID[name].cfloat()},
+            TypeError,
+            f"{name}: expected a real dtype, got co",
+        )
+        for name in ("draft_probs", "target_probs")
+    ),
     ("chain_speculative_sampling", {"draft_token_ids": INDICES[:2, None] + 90}, ValueError, "draft_token_ids: "),
     (
         "chain_speculative_sampling",
@@ -237,10 +254,6 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
         r"maybe_output_emitted_draft_token_num: expected shape \[2\]",
     ),
 ]
-VALID = {
-    **{"probs": PROBS, "logits": LOGITS, "top_k": 5, "top_p": 0.5, "min_p": 0.1},
-    **{"draft_probs": PROBS[:2, None], "draft_token_ids": INDICES[:2, None], "target_probs": PROBS[:4].view(2, 2, 90)},
-}
 
 
 @pytest.mark.parametrize(("name", "change", "error", "message"), ERRORS)

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -219,7 +220,9 @@ PAIRS = torch.tensor([[0, 3], [0, 5], [1, 2]])
 
 
 @pytest.mark.parametrize(
-    "mapping", [{0: [3, 5], 1: [2]}, {0: (3, 5), 1: 2}, PAIRS, PAIRS.tolist()], ids=["lists", "ints", "tensor", "pairs"]
+    "mapping",
+    [{0: [3, 5], 1: [2]}, {0: (3, 5), 1: 2}, PAIRS, PAIRS.tolist(), [*PAIRS.int().numpy()]],
+    ids=["lists", "ints", "tensor", "pairs", "numpy"],
 )
 def test_block_mappings(mapping: Any) -> None:
     """Of a copy with two targets of one source, and of a swap."""
@@ -256,7 +259,22 @@ def test_swaps_of_bytes() -> None:
         ((12,), "block_mapping: expected a tensor, a dict or a list of pairs, got 12"),
         ((), "block_mapping: expected a tensor, a dict or a list of pairs, got none"),
         (("x",), "block_mapping: expected a tensor, a dict or a list of pairs, got 'x'"),
-        (({0: None},), "block_mapping: expected a tensor, a dict or a list of pairs, got {0: None}"),
+        *(
+            ((wrong,), f"block_mapping: expected a tensor, a dict or a list of pairs, got {re.escape(repr(wrong))}$")
+            for wrong in (
+                {0: None},
+                {0: True},
+                {0: [1.5]},
+                [0, 1, 2, 3],
+                [(0, 1, 2, 3)],
+                [(0.9, 1.7)],
+                [(True, False)],
+                [(0, True)],
+                [(0, torch.tensor(1.5))],
+                [[(0, 1), (2, 3)]],
+                [()],
+            )
+        ),
         ((PAIRS, PAIRS), "block_size_in_bytes: expected an int, got Tensor"),
         ((7, PAIRS), "src: expected contiguous memory of whole blocks of block_size_in_bytes 7, got 96 bytes"),
         ((0, PAIRS), "src: expected contiguous memory of whole blocks of block_size_in_bytes 0, got 96 bytes"),
@@ -575,6 +593,11 @@ def test_refused() -> None:
         vllm_ops.paged_attention_v1(out, batch.query, *batch.caches, KV_HEADS, True, *arguments[2:])
     with pytest.raises(TypeError, match=r"^paged_attention_v1: v_scale: expected a number, got False$"):
         vllm_ops.paged_attention_v1(out, batch.query, *batch.caches, *arguments, "auto", 1.0, False)
+    for scale in (1e39, 10**400):
+        with pytest.raises(
+            ValueError, match=r"^paged_attention_v1: v_scale: expected a finite number of float32, got 1"
+        ):
+            vllm_ops.paged_attention_v1(out, batch.query, *batch.caches, *arguments, "fp8", 1.0, scale)
     with pytest.raises(TypeError, match=r"^convert_fp8: scale: expected a number, got True$"):
         vllm_ops.convert_fp8(out.byte(), out, True)
     with pytest.raises(
@@ -683,6 +706,10 @@ def test_gathering_of_latents_is_checked() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=f"^gather_and_maybe_dequant_cache: {message}"):
             vllm_ops.gather_and_maybe_dequant_cache(*arguments, None, 7, kv_cache_dtype, None)
+    with pytest.raises(TypeError, match=r"^gather_.*: scale: expected a real dtype, got complex64"):
+        vllm_ops.gather_and_maybe_dequant_cache(
+            cache.to(fp8), dst, TABLE, starts, None, 7, "fp8", torch.ones(1).cfloat()
+        )
     assert not dst.any()
 
 
@@ -806,3 +833,45 @@ MEMORY: dict[str, tuple[Tensor, Any]] = {
 @pytest.mark.parametrize("argument", MEMORY)
 def test_memory_for_results_is_checked(argument: str) -> None:
     assert_memory_is_checked(argument, *MEMORY[argument])
+
+
+OF_FLOATS = [argument for argument, (memory, _) in MEMORY.items() if memory.is_floating_point()]
+
+
+@pytest.mark.parametrize("argument", OF_FLOATS)
+def test_memory_that_requires_grad_is_refused(argument: str) -> None:
+    fit, call = MEMORY[argument]
+    memory = fit.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=f"^{argument}: requires grad"):
+        call(memory)
+    assert not memory.any()
+
+
+FP8 = torch.zeros(3, 4, 6).to(torch.float8_e4m3fn)
+DIFFERENTIATED: dict[str, tuple[Tensor, Any]] = {
+    "swap_blocks: src": (ROWS, lambda src: vllm_ops.swap_blocks(src, ROWS.clone(), 4, PAIRS)),
+    "swap_blocks: dst": (ROWS, lambda dst: vllm_ops.swap_blocks(ROWS, dst, 4, PAIRS)),
+    "convert_fp8: input": (ROWS, lambda numbers: vllm_ops.convert_fp8(ROWS.byte(), numbers)),
+    "convert_fp8: scale": (ONE_TOKEN, lambda scale: vllm_ops.convert_fp8(ROWS.byte(), ROWS, scale)),
+    "cp_gather_cache: src_cache": (
+        torch.ones(3, 4, 6),
+        lambda cache: vllm_ops.cp_gather_cache(cache, torch.zeros(3, 6), *OF_LATENTS, 2),
+    ),
+    "gather_and_maybe_dequant_cache: scale": (
+        ONE_TOKEN,
+        lambda scale: vllm_ops.gather_and_maybe_dequant_cache(
+            FP8, torch.zeros(3, 6), *OF_LATENTS, None, 3, "fp8", scale
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", DIFFERENTIATED)
+def test_backward_is_refused(argument: str) -> None:
+    """Where torch computes, or where an op sees bytes of the tensor: the result would require grad, or not tell."""
+    tensor, call = DIFFERENTIATED[argument]
+    tensor = tensor.float().clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=f"^{argument}: requires grad"):
+        call(tensor)
+    with torch.no_grad():
+        call(tensor)

@@ -1,6 +1,7 @@
 """What the modules with the functions of other libraries share: refusals, and their terms in ours."""
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, wraps
@@ -15,6 +16,7 @@ from . import ops
 from ._index_checks import check_indices, check_starts, num_seqs_of
 from .ops import _call
 from .ops._call import to_int64
+from .ops.sampling import LARGEST_FP32
 
 T = TypeVar("T")
 
@@ -122,13 +124,15 @@ def scale_tensor(function: Callable[..., Any], name: str, scale: float | Tensor 
     if not isinstance(scale, Tensor):
         if not isinstance(scale, (int, float)):
             raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}")
+        if LARGEST_FP32 < abs(scale) < math.inf:
+            raise ValueError(f"{function.__qualname__}: {name}: expected a finite number of float32, got {scale}")
         return torch.tensor([scale], dtype=torch.float32, device="cpu")
     if not is_one_scale(scale):
         raise ValueError(
             f"{function.__qualname__}: {name}: expected a scale for the whole cache (a float, or a tensor of one "
             f"element, expanded or not), got shape {list(scale.shape)}"
         )
-    return scale[(0,) * scale.dim()].float().reshape(1)
+    return to_fp32(function, name, scale[(0,) * scale.dim()]).reshape(1)
 
 
 def check_scales(function: Callable[..., Any], **scales: float | Tensor) -> None:
@@ -139,6 +143,8 @@ def check_scales(function: Callable[..., Any], **scales: float | Tensor) -> None
             if scale.numel() != 1:
                 got = list(scale.shape)
                 raise ValueError(f"{function.__qualname__}: {name}: expected one element, got shape {got}")
+            check_real(function, **{name: scale})
+            refuse_gradients(function, **{name: scale})
         elif not isinstance(scale, Real):
             raise TypeError(f"{function.__qualname__}: {name}: expected a number, got {type(scale).__name__}")
         elif isinstance(scale, int):
@@ -197,7 +203,7 @@ def check_memory(
     """Memory that a caller gives for a result of this shape, dtype and device. None is no memory, and passes.
 
     Torch would repeat the result in memory of a larger shape, and cut off fractions in memory of ints. In memory of the
-    meta device the result would be lost.
+    meta device the result would be lost, and in memory that requires grad torch refuses it after a cache was written.
 
     dtype: None is any float dtype, to which the result is rounded.
     """
@@ -212,6 +218,7 @@ def check_memory(
     if memory.device != device:
         raise ValueError(f"{function.__qualname__}: {name}: expected a tensor on {device}, got one on {memory.device}")
     refuse_expanded(function, **{name: memory})
+    refuse_gradients(function, **{name: memory})
 
 
 def refuse_expanded(function: Callable[..., Any], **memory: Tensor) -> None:
@@ -226,15 +233,16 @@ def refuse_expanded(function: Callable[..., Any], **memory: Tensor) -> None:
             )
 
 
-def check_real(function: Callable[..., Any], name: str, tensor: Tensor) -> None:
+def check_real(function: Callable[..., Any], **tensors: Tensor | None) -> None:
     """For what is copied into another dtype: torch would drop what is imaginary."""
-    if tensor.is_complex():
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise TypeError(f"{function.__qualname__}: {name}: expected a real dtype, got {dtype}")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.is_complex():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"{function.__qualname__}: {name}: expected a real dtype, got {dtype}")
 
 
 def to_fp32(function: Callable[..., Any], name: str, tensor: Tensor) -> Tensor:
-    check_real(function, name, tensor)
+    check_real(function, **{name: tensor})
     return tensor.float()
 
 
@@ -290,7 +298,7 @@ def states_before(
     if states is None:
         return like.new_zeros(shape, dtype=torch.float32)
     check_shape(function, name, states, shape)
-    check_real(function, name, states)
+    check_real(function, **{name: states})
     return states.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 

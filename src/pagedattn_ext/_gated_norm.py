@@ -13,11 +13,9 @@ def check_norm(function: Callable[..., Any], x: Tensor, **of_channels: Tensor | 
     """x is [..., hidden_size] of real numbers, and so is each of of_channels, [hidden_size], that is not None."""
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"{function.__qualname__}: x: expected rows of 1 number at least, got shape {list(x.shape)}")
-    check_real(function, "x", x)
     for name, tensor in of_channels.items():
         check_shape(function, name, tensor, x.shape[-1:])
-        if tensor is not None:
-            check_real(function, name, tensor)
+    check_real(function, x=x, **of_channels)
 
 
 def norm(

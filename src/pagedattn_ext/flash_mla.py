@@ -23,6 +23,7 @@ from . import ops
 from ._adapters import (
     call_as,
     check_memory,
+    check_real,
     check_shape,
     expect_defaults,
     refuse_bools,
@@ -159,7 +160,7 @@ def flash_mla_sparse_fwd(
     check_tensors(function.__name__, q=q, kv=kv, indices=indices)
     check_rank(function.__name__, "q", q, 3)
     check_rank(function.__name__, "kv", kv, 3)
-    refuse_gradients(function, q=q, kv=kv)
+    refuse_gradients(function, q=q, kv=kv, attn_sink=attn_sink)
     num_rows, num_heads, head_size = q.shape
     num_tokens, num_kv_heads, _ = kv.shape
     _check_heads(function, q, kv=kv)
@@ -170,6 +171,7 @@ def flash_mla_sparse_fwd(
     d_v = _width_of_values(function, head_size, d_v=d_v)
     check_memory(function, "out", out, (num_rows, num_heads, d_v), q.dtype, q.device)
     check_shape(function, "attn_sink", attn_sink, (num_heads,))
+    check_real(function, attn_sink=attn_sink)
     is_seen = (indices >= 0) & (indices < num_tokens)
     if topk_length is not None:
         check_range(function, "topk_length", topk_length, num_rows, topk)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from ._adapters import call_as, check_memory, is_recorded, refuse_bools, scale_tensor
+from ._adapters import call_as, check_memory, is_recorded, refuse_bools, refuse_gradients, scale_tensor
 from ._index_checks import check_indices, num_seqs_of
 from .ops._call import check_rank, check_tensors, to_int
 
@@ -94,6 +94,7 @@ def gather_and_maybe_dequant_cache(
         expected = f"one of auto, {', '.join(FP8_OF)}"
         raise ValueError(f"{function.__qualname__}: kv_cache_dtype: expected {expected}, got {kv_cache_dtype!r}")
     factor = scale_tensor(function, "scale", scale)
+    refuse_gradients(function, scale=factor)
     if kv_cache_dtype == "auto":
         if src_cache.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             expected = "float32, float16 or bfloat16 with kv_cache_dtype 'auto'"
@@ -127,6 +128,7 @@ def _gathered(
     """
     name = function.__qualname__
     check_tensors(name, block_table=block_table, cu_seq_lens=cu_seq_lens)
+    refuse_gradients(function, src_cache=src_cache)
     check_rank(name, "src_cache", src_cache, 3)
     check_indices(function, "cu_seq_lens", cu_seq_lens, num_seqs + 1)
     num_blocks, block_size, entry_size = src_cache.shape

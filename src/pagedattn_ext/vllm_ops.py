@@ -17,6 +17,7 @@ bool is no scale.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from ._adapters import (
     packed_heads,
     refuse_bools,
     refuse_expanded,
+    refuse_gradients,
     scale_tensor,
 )
 from ._index_checks import check_indices
@@ -343,6 +345,7 @@ def swap_blocks(
     pairs = _pairs("swap_blocks", block_mapping)
     if block_size_in_bytes is not None:
         size = to_int("swap_blocks", "block_size_in_bytes", block_size_in_bytes)
+        refuse_gradients(swap_blocks, src=src, dst=dst)  # which the views of their bytes do not tell
         check_tensors("swap_blocks", src=src, dst=dst)
         src, dst = (_in_blocks(name, tensor, size) for name, tensor in (("src", src), ("dst", dst)))
     ops.swap_blocks(src, dst, pairs)
@@ -360,6 +363,7 @@ def convert_fp8(output: Tensor, input: Tensor, scale: float = 1.0, kv_dtype: str
         raise ValueError(f"convert_fp8: kv_dtype: expected one of {', '.join(fp8_of)}, got {kv_dtype!r}")
     check_scales(convert_fp8, scale=scale)
     check_tensors("convert_fp8", output=output, input=input)
+    refuse_gradients(convert_fp8, input=input)
     if output.shape != input.shape:
         are_blocks = output.is_contiguous() and input.is_contiguous() and output.shape[:1] == input.shape[:1]
         if not are_blocks or output.numel() != input.numel():
@@ -520,14 +524,20 @@ def _pairs(op: str, block_mapping: BlockMapping | None) -> Tensor:
     """int64 [num_pairs, 2], (source, target)."""
     if isinstance(block_mapping, Tensor):
         return block_mapping
-    pairs: list[tuple[int, int]] = []
+    pairs: list[Any] = []
     try:
         if isinstance(block_mapping, Mapping):
             for source, targets in block_mapping.items():
                 pairs += [(source, target) for target in ([targets] if isinstance(targets, int) else targets)]
         else:
             pairs += block_mapping  # type: ignore[arg-type]
-        return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        # Torch would take bools, and cut off fractions.
+        if set(map(type, chain.from_iterable(pairs))) - {int}:
+            pairs = [[to_int(op, "block_mapping", number) for number in pair] for pair in pairs]
+        mapping = torch.tensor(pairs, dtype=torch.int64)
+        if pairs and mapping.shape != (len(pairs), 2):
+            raise TypeError
+        return mapping.view(-1, 2)
     except (TypeError, ValueError, RuntimeError):
         got = "none" if block_mapping is None else repr(block_mapping)
         raise TypeError(f"{op}: block_mapping: expected a tensor, a dict or a list of pairs, got {got}") from None

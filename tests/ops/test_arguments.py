@@ -267,6 +267,7 @@ def test_the_mark_is_last_where_torch_shows_stacks():
             "rotary_embedding: key: expected a torch.Tensor or None, got int",
         ),
         (lambda a: ops.rms_norm(a, a, "x"), "rms_norm: epsilon: expected a number, got str"),
+        (lambda a: ops.rms_norm(a, a[0], 10**400), "rms_norm: epsilon: expected a finite number of float32, got 1000"),
         (
             lambda a: ops.linear_packed(a, a, 2**70),
             "linear_packed: out_features: expected an int of 64 bits, got a larger",

@@ -470,6 +470,22 @@ def test_bad_numbers(device, numbers, error, message):
     assert_raises_and_writes_nothing(ops.sample_from_probs, arguments, error, f"^sample_from_probs: {message}")
 
 
+@pytest.mark.parametrize("number", [1e39, -1e39, 10**400, -(10**400), -1e-60, NAN], ids=lambda n: str(n)[:9])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p"])
+def test_numbers_are_checked_before_they_are_rounded_to_fp32(device, name, number):
+    function, options = (ops.softmax, {}) if name == "temperature" else (ops.sample_from_probs, {"seed": 0})
+    expected = "0 or more, finite" if name == "temperature" else "0 to 1"
+    message = f"^{function.__name__}: {name}: expected {expected}, got {number}$"
+    with pytest.raises(ValueError, match=message.replace("+", r"\+")):
+        function(torch.ones(2, 3, device=device), **options | {name: number})
+
+
+def test_a_temperature_of_more_than_64_bits(device):
+    """As an int it becomes a float, as in all other functions."""
+    logits = torch.rand(2, 3, device=device)
+    assert_same_bits(ops.softmax(logits, 2**70), ops.softmax(logits, 2.0**70))
+
+
 def test_out_rows_that_overlap_in_part(device):
     out = torch.zeros(100, device=device).as_strided((2, 8), (7, 1))
     with pytest.raises(RuntimeError, match="do not overlap"):

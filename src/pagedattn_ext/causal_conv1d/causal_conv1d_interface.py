@@ -63,7 +63,7 @@ def causal_conv1d_fn(
     states = x.new_zeros(num_seqs, max(weight.shape[1] - 1, 0), dim).transpose(1, 2)
     if initial_states is not None:
         check_shape(causal_conv1d_fn, "initial_states", initial_states, states.shape)
-        check_real(causal_conv1d_fn, "initial_states", initial_states)
+        check_real(causal_conv1d_fn, initial_states=initial_states)
         states.copy_(initial_states)
     check_memory(causal_conv1d_fn, "final_states_out", final_states_out, states.shape, x.dtype, x.device)
     out = _convolve(causal_conv1d_fn, x, states, weight, bias, activation, starts=starts)

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from .. import ops
 from .._adapters import (
     call_as,
+    check_scales,
     converted_rows,
     is_one_scale,
     is_recorded,
@@ -23,10 +24,11 @@ from .._adapters import (
     refuse_expanded,
     scale_tensor,
     sequences_of_rows,
+    to_fp32,
     write_to_slots,
 )
 from .._index_checks import values_are_checked
-from ..kv_cache import FP8_DTYPES
+from ..kv_cache import FLOAT_DTYPES, FP8_DTYPES
 from ..ops._call import call, check_rank, check_tensors, given
 
 Function = Callable[..., Any]
@@ -252,6 +254,8 @@ def _scaled(
         _by_row(function, name, getattr(extras, name), starts, query, num_kv_heads)
         for name in ("q_descale", "k_descale", "v_descale")
     )
+    if keys[0].dtype in FP8_DTYPES and query.dtype not in FP8_DTYPES:
+        _check_float("paged_attention", query=query)
     if new is not None:
         new = _scaled_new(function, keys[0], extras, new)
     extras = extras._replace(k_descale=None, v_descale=None)
@@ -260,7 +264,9 @@ def _scaled(
             expected = f"{keys[0].dtype}, the dtype of the keys"
             raise TypeError(f"paged_attention: query: expected {expected}, got {query.dtype}")
         return attend_pages(function, query, keys, starts, options, extras, new)
-    options = options | {name: options[name].float() for name in ("rotary_cos", "rotary_sin") if name in options}
+    rotary = {name: options[name] for name in ("rotary_cos", "rotary_sin") if name in options}
+    _check_float("append_and_attend", **rotary)
+    options = options | {name: tensor.float() for name, tensor in rotary.items()}
     scaled = query.float() * k_scale
     if query.dtype in FP8_DTYPES:
         scaled = scaled * q_scale
@@ -283,18 +289,31 @@ def _scaled_new(function: Function, key_cache: Tensor, extras: Extras, new: NewT
         if tensor.dtype in FP8_DTYPES:
             expected = f"no fp8, or {key_cache.dtype} of both, as the caches have"
             raise TypeError(f"append_and_attend: {name}: expected {expected}, got {tensor.dtype}")
+    _check_float("append_and_attend", key=key, value=value)
     return NewTokens(key.float() / k_scale, value.float() / v_scale, new.starts)
+
+
+def _check_float(op: str, **tensors: Tensor) -> None:
+    """What the op would check, and cannot see of tensors in fp32."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in FLOAT_DTYPES:
+            got = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"{op}: {name}: expected dtype float32, float16 or bfloat16, got {got}")
 
 
 def _by_row(
     function: Function, name: str, scale: float | Tensor | None, starts: Tensor | None, rows: Tensor, num_kv_heads: int
 ) -> Tensor | float:
     """The scale of each row and head, fp32 [num_rows, num_heads, 1], or one for all."""
-    refuse_bools(function, **{name: scale})
+    if scale is None:
+        return 1.0
     if not isinstance(scale, Tensor):
-        return 1.0 if scale is None else scale
+        check_scales(function, **{name: scale})
+        return scale
+    refuse_bools(function, **{name: scale})
+    scale = to_fp32(function, name, scale)
     if is_one_scale(scale):
-        return scale[(0,) * scale.dim()].float()
+        return scale[(0,) * scale.dim()]
     num_rows, num_heads = rows.shape[:2]
     num_seqs = num_rows if starts is None else starts.shape[0] - 1
     if scale.shape != (num_seqs, num_kv_heads):
@@ -302,7 +321,7 @@ def _by_row(
             f"{function.__name__}: {name}: expected one element, or shape [{num_seqs}, {num_kv_heads}] (a scale for "
             f"each sequence and KV head), got shape {list(scale.shape)}"
         )
-    of_rows = scale.float() if starts is None else scale.float()[sequences_of_rows(starts, num_rows)[0]]
+    of_rows = scale if starts is None else scale[sequences_of_rows(starts, num_rows)[0]]
     return of_rows.repeat_interleave(num_heads // num_kv_heads, 1)[..., None]
 
 

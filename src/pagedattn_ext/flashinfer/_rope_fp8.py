@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_memory, check_scales, check_shape, converted_rows
+from .._adapters import (
+    call_as,
+    check_memory,
+    check_real,
+    check_scales,
+    check_shape,
+    converted_rows,
+    refuse_gradients,
+)
 from .._index_checks import check_indices
 from ..kv_cache import FP8_DTYPES
 from ..ops._call import check_rank, check_tensors, given
@@ -133,6 +141,8 @@ def rope_quantize_fp8_append_paged_kv_cache(
                 f"{list(cache.shape)} of {cache.dtype}"
             )
     check_shape(function, "v", v, (*k_rope.shape[:2], widths[1]))
+    refuse_gradients(function, v=v)
+    check_real(function, v=v)
     check_indices(function, "positions", positions, len(q_rope))
     slots = call_as(
         function, SLOT_NAMES, ops.compute_slot_mapping, positions, kv_indices, page_size, caches[0].shape[0],
@@ -187,6 +197,8 @@ def _rope_quantize(
 def _check_parts(function: Function, parts: Parts) -> None:
     q_rope, k_rope, q_nope, k_nope = parts
     check_tensors(function.__qualname__, q_rope=q_rope, k_rope=k_rope)
+    refuse_gradients(function, q_rope=q_rope, k_rope=k_rope, q_nope=q_nope, k_nope=k_nope)
+    check_real(function, q_rope=q_rope, k_rope=k_rope, q_nope=q_nope, k_nope=k_nope)
     check_rank(function.__qualname__, "q_rope", q_rope, 3)
     if k_rope.dim() not in (2, 3):
         expected, got = "2 or 3 dimensions", list(k_rope.shape)
@@ -216,6 +228,7 @@ def _rotated_and_scaled(
     q_rope, k_rope, q_nope, k_nope = parts
     named_outs = dict(zip(("q_rope_out", "k_rope_out", "q_nope_out", "k_nope_out"), outs, strict=True))
     check_tensors(function.__qualname__, cos_sin_cache=cos_sin_cache, pos_ids=pos_ids, **given(named_outs))
+    check_real(function, cos_sin_cache=cos_sin_cache)
     check_scales(function, quant_scale_q=scale_q, quant_scale_kv=scale_kv)
     check_indices(function, "pos_ids", pos_ids, len(q_rope))
     dtype = next((out.dtype for out in outs if out is not None), torch.float8_e4m3fn) if dtype is None else dtype

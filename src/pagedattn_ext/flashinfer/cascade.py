@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_memory, check_shape
+from .._adapters import call_as, check_memory, check_real, check_shape, refuse_gradients
 from ..ops._call import check_rank, check_tensors
 from ._plan import Dtype, refusal
 from .decode import BatchDecodeWithPagedKVCacheWrapper
@@ -42,6 +42,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 def _merged(function: Callable[..., Any], **states: Tensor) -> tuple[Tensor, Tensor]:
     """states: v, s, v, s, under the function's names."""
     check_tensors(function.__qualname__, **states)
+    check_real(function, **states)
     v_a, s_a, v_b, s_b = states.values()
     names = dict(zip(("prefix_output", "prefix_lse", "suffix_output", "suffix_lse"), states, strict=True))
     tensors = v_a.contiguous(), s_a.float().contiguous(), v_b.contiguous(), s_b.float().contiguous()
@@ -52,6 +53,8 @@ def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """`merge_state` of any number of states: v [seq_len, num_states, num_heads, head_dim], s [seq_len, num_states,
     num_heads]."""
     check_tensors("merge_states", v=v, s=s)
+    refuse_gradients(merge_states, v=v, s=s)
+    check_real(merge_states, v=v, s=s)
     check_rank("merge_states", "v", v, 4)
     check_shape(merge_states, "s", s, v.shape[:-1])
     # One empty state more, for no states at all.

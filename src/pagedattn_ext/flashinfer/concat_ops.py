@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .._adapters import check_memory, check_shape
+from .._adapters import check_memory, check_shape, refuse_gradients
 from ..ops._call import check_rank, check_tensors
 
 
@@ -17,6 +17,7 @@ def concat_mla_k(k: Tensor, k_nope: Tensor, k_rope: Tensor, *, backend: str = "d
     """
     function = concat_mla_k
     check_tensors(function.__qualname__, k=k, k_nope=k_nope, k_rope=k_rope)
+    refuse_gradients(function, k_nope=k_nope, k_rope=k_rope)
     check_rank(function.__qualname__, "k_nope", k_nope, 3)
     check_rank(function.__qualname__, "k_rope", k_rope, 3)
     num_tokens, num_heads, nope_dim = k_nope.shape

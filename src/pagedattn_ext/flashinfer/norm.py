@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_memory, check_scales
+from .._adapters import call_as, check_memory, check_real, check_scales, to_fp32
 from ..kv_cache import FP8_DTYPES
 from ..ops._call import check_tensors
 
@@ -56,7 +56,7 @@ def rmsnorm_quant(
 ) -> None:
     """`rmsnorm` into out, fp8."""
     _check_quantized(rmsnorm_quant, out, input, scale)
-    _quantize(out, call_as(rmsnorm_quant, NAMES, ops.rms_norm, input.float(), weight.float(), eps), scale)
+    _quantize(out, _normed(rmsnorm_quant, input.float(), weight, eps), scale)
 
 
 def fused_add_rmsnorm_quant(
@@ -73,7 +73,7 @@ def fused_add_rmsnorm_quant(
     check_tensors("fused_add_rmsnorm_quant", residual=residual)
     check_memory(fused_add_rmsnorm_quant, "residual", residual, input.shape, input.dtype, input.device)
     total = input.float() + residual.float()
-    normed = call_as(fused_add_rmsnorm_quant, NAMES, ops.rms_norm, total, weight.float(), eps)
+    normed = _normed(fused_add_rmsnorm_quant, total, weight, eps)
     residual.copy_(total)
     _quantize(out, normed, scale)
 
@@ -97,8 +97,15 @@ def _check_quantized(function: Callable[..., None], out: Tensor, input: Tensor, 
     check_tensors(function.__qualname__, out=out, input=input)
     if out.dtype not in FP8_DTYPES:
         raise TypeError(f"{function.__qualname__}: out: expected dtype float8_e4m3fn or float8_e5m2, got {out.dtype}")
+    check_real(function, input=input)
     check_memory(function, "out", out, input.shape, out.dtype, input.device)
     check_scales(function, scale=scale)
+
+
+def _normed(function: Callable[..., None], numbers: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """numbers: fp32."""
+    check_tensors(function.__qualname__, weight=weight)
+    return call_as(function, NAMES, ops.rms_norm, numbers, to_fp32(function, "weight", weight), eps)
 
 
 def _quantize(out: Tensor, values: Tensor, scale: float | Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from .._adapters import call_as, check_scales, converted_rows, is_recorded, kept
+from .._adapters import call_as, check_real, check_scales, converted_rows, is_recorded, kept
 from .._index_checks import check_indices
 from ..ops._call import call, check_bool, check_rank, check_tensors, to_int
 from ._positions import check_positive
@@ -359,5 +359,6 @@ def _rotate_by_cache(
         raise ValueError(f"{function.__qualname__}: query: expected 2 or 3 dimensions, got 0")
     check_indices(function, "positions", positions, query.shape[0])
     if cos_sin_cache.dtype not in (query.dtype, torch.float32):
+        check_real(function, cos_sin_cache=cos_sin_cache)
         cos_sin_cache = converted_rows(cos_sin_cache, positions, Tensor.float)
     call_as(function, {}, ops.rotary_embedding, positions.long(), query, key, head_size, cos_sin_cache, is_neox)

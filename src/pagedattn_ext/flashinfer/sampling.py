@@ -19,8 +19,9 @@ import torch
 from torch import Generator, Tensor
 
 from .. import ops
-from .._adapters import call_as, kept
+from .._adapters import call_as, kept, to_fp32
 from ..ops._call import check_tensors
+from ..ops.sampling import LARGEST_FP32
 
 Seed = Tensor | int | None
 
@@ -171,7 +172,9 @@ def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float, is_deterministic: b
     """What `top_p_sampling_from_probs` samples from, in fp32."""
     check_tensors("top_p_renorm_probs", probs=probs)
     top_p = _floats_of_rows(top_p_renorm_probs, "top_p", top_p, probs)
-    return call_as(top_p_renorm_probs, NAMES, ops.renorm_probs, probs.float(), top_p=top_p)
+    return call_as(
+        top_p_renorm_probs, NAMES, ops.renorm_probs, to_fp32(top_p_renorm_probs, "probs", probs), top_p=top_p
+    )
 
 
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int, is_deterministic: bool = False) -> Tensor:
@@ -210,9 +213,9 @@ def chain_speculative_sampling(
         function,
         NAMES,
         ops.chain_speculative_sampling,
-        draft_probs.float(),
+        to_fp32(function, "draft_probs", draft_probs),
         draft_token_ids,
-        target_probs.float(),
+        to_fp32(function, "target_probs", target_probs),
         seed=seed,
         offset=offset,
         num_accepted=maybe_output_accepted_token_num,
@@ -306,9 +309,10 @@ def _top_k_top_p(
 
 def _floats_of_rows(function: Callable[..., Any], name: str, value: Tensor | float | None, rows: Tensor) -> Any:
     if not isinstance(value, Tensor):
-        return _one(value, torch.float32, _device_of(rows)) if type(value) is float else value
+        is_fp32 = type(value) is float and 0 <= value <= LARGEST_FP32
+        return _one(value, torch.float32, _device_of(rows)) if is_fp32 else value
     _check_rows(function, name, value, rows)
-    return value.float()
+    return to_fp32(function, name, value)
 
 
 def _ints_of_rows(function: Callable[..., Any], name: str, value: Tensor | int, rows: Tensor) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._adapters import check_memory
+from .._adapters import check_memory, refuse_gradients
 from .._index_checks import check_indices, check_range, values_are_checked
 from ..ops._call import check_rank, check_tensors, to_int
 
@@ -202,6 +202,7 @@ def _checked_k(function: Callable[..., Any], input: Tensor, k: int) -> int:
     if not input.is_floating_point():
         dtype = str(input.dtype).removeprefix("torch.")
         raise TypeError(f"{function.__qualname__}: input: expected a float dtype, got {dtype}")
+    refuse_gradients(function, input=input)
     k = to_int(function.__qualname__, "k", k)
     if k < 1:
         raise ValueError(f"{function.__qualname__}: k: expected 1 or more, got {k}")

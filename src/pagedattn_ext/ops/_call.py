@@ -1,6 +1,7 @@
 """What the functions of all families share: the call of a raw op, with its checks and its errors."""
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from operator import index
@@ -225,11 +226,13 @@ def refuse_bools(op: str, **numbers: object) -> None:
 
 def _check_number(op: str, name: str, kind: str, value: Any) -> None:
     """Raise TypeError for what torch would take as another number than it is: a bool as 1, and for an int a number with
-    a fraction, of numpy or in a tensor, without its fraction."""
+    a fraction, of numpy or in a tensor, without its fraction. Raise ValueError for an int that no float can be."""
     if kind == "ScalarType":
         raise TypeError(f"{op}: {name}: expected a torch.dtype or None, got {type(value).__name__}")
     if kind == "float":
         refuse_bools(op, **{name: value})
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            raise ValueError(f"{op}: {name}: expected a finite number of float32, got {value}")
     elif isinstance(value, Tensor):
         _check_int_dtype(op, name, value)
     else:

@@ -5,6 +5,8 @@ from torch import Tensor
 
 from ._call import call, check_bool, check_rank, check_tensors, to_int64
 
+LARGEST_FP32 = torch.finfo(torch.float32).max
+
 
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> Tensor:
     """Logits of tokens that a grammar does not allow become -inf, in place; all others keep their bits, NaN included.
@@ -40,7 +42,7 @@ def softmax(logits: Tensor, temperature: Tensor | float | None = None, *, out: T
     check_tensors("softmax", logits=logits)
     if out is None:
         out = torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
-    call("softmax", out, logits, _floats("softmax", "temperature", temperature, logits.device))
+    call("softmax", out, logits, _floats("softmax", "temperature", temperature, logits.device, LARGEST_FP32))
     return out
 
 
@@ -204,12 +206,17 @@ def chain_speculative_sampling(
     return tokens, num_accepted, num_emitted
 
 
-def _floats(op: str, name: str, value: Tensor | float | None, device: torch.device) -> Tensor | None:
-    """The numbers of rows as an op takes them: of one number a tensor of one element."""
+def _floats(op: str, name: str, value: Tensor | float | None, device: torch.device, most: float = 1.0) -> Tensor | None:
+    """The numbers of rows as an op takes them: of one number from 0 to `most` a tensor of one element. The op would see
+    the number rounded to fp32, in which -1e-60 is 0, and 1e39 is none."""
     if value is None or isinstance(value, Tensor):
         return value
     if isinstance(value, bool) or not isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{op}: {name}: expected a number or a tensor, got {type(value).__name__}")
+    if isinstance(value, (float, int)):
+        if not 0 <= value <= most:
+            raise ValueError(f"{op}: {name}: expected {'0 to 1' if most == 1 else '0 or more, finite'}, got {value}")
+        value = float(value)  # an int may have more than 64 bits
     return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
