@@ -1,7 +1,7 @@
 """Offline generation: a list of prompts in, a list of outputs out."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from os import PathLike
 from threading import Lock, get_ident
 from typing import Any, TypeVar, cast
@@ -281,7 +281,8 @@ class LLM:
             "tools": tools,
             "variables": chat_template_kwargs,
         }
-        formats = partial(self._output_format, template, tool_call_parser, reasoning_parser)
+        # Made once for all conversations, if they need it at all.
+        form_of_outputs = cache(partial(self._output_format, template, tool_call_parser, reasoning_parser))
         prompts: list[Prompt] = []
         for i, (place, conversation) in enumerate(zip(places, conversations, strict=True)):
             try:
@@ -289,7 +290,7 @@ class LLM:
                 if use is not None or thinking_token_budget is not None:
                     continued = content_text(conversation[-1]) if continue_final_message else ""
                     form = params[i].structured_output
-                    turn = formats().turn(text, use, form, continued, thinking_token_budget)
+                    turn = form_of_outputs().turn(text, use, form, continued, thinking_token_budget)
                     params[i] = params[i] if turn is None else turn.hold(params[i])
                 # The template has written the special tokens that a prompt begins with.
                 token_ids = self.llm_engine.tokenize(text, add_special_tokens=False)

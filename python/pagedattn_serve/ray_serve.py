@@ -12,7 +12,6 @@ import os
 from contextlib import suppress
 from dataclasses import replace
 from operator import methodcaller
-from pathlib import Path
 from typing import Any, get_args
 
 from starlette.types import ASGIApp
@@ -20,9 +19,9 @@ from starlette.types import ASGIApp
 from pagedattn_serve import engine_args as engine_options
 from pagedattn_serve.async_engine import EngineDeadError
 from pagedattn_serve.async_engine.replicas import seed_of_replica
-from pagedattn_serve.cli.commands import keys_in_environment
+from pagedattn_serve.cli.commands import config_for, keys_in_environment
 from pagedattn_serve.cli.serve import make_engine
-from pagedattn_serve.config import DEMO_MODEL, read_text
+from pagedattn_serve.config import DEMO_MODEL
 from pagedattn_serve.engine_args import EngineArgs
 from pagedattn_serve.errors import ArgumentError, how_to_install
 from pagedattn_serve.server.http import config as server_config
@@ -120,12 +119,9 @@ def read_args(args: dict[str, Any]) -> tuple[EngineArgs, ServerConfig]:
             raise ArgumentError("args", "options of EngineArgs and ServerConfig that Ray Serve has not", name)
     values: dict[str, Any] = {"model": DEMO_MODEL, "api_keys": tuple(keys_in_environment())}
     values |= {name: read_value(name, value) for name, value in args.items()}
-    values.setdefault("served_model_name", Path(values["model"]).name)
-    if (template := values.get("chat_template")) is not None:
-        values["chat_template"] = read_text("chat_template", template)
     engine_args = EngineArgs(**{name: value for name, value in values.items() if name in engine_options.OPTIONS})
-    config = ServerConfig(**{name: value for name, value in values.items() if name in server_config.OPTIONS})
-    return engine_args, config
+    options = {name: value for name, value in values.items() if name in server_config.OPTIONS}
+    return engine_args, config_for(engine_args.model, options)
 
 
 def read_value(name: str, value: Any) -> Any:

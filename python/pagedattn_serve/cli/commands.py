@@ -8,7 +8,7 @@ run. What a command does is in a module of its name.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -182,6 +182,8 @@ def read_prompts(file: str) -> tuple[list[str], dict[int, str]]:
     A line that is not UTF-8 is a prompt with an error, which is shown and not run. Raises BadArgument if there are no
     lines.
     """
+    if file == "-" and sys.stdin is None:  # closed
+        raise ArgumentError("prompts_file", "an open standard input for -", "a closed one")
     lines = (sys.stdin.buffer.read() if file == "-" else read_file("prompts_file", file)).splitlines()
     prompts: list[str] = []
     errors: dict[int, str] = {}
@@ -235,16 +237,25 @@ def prepare_serve(args: argparse.Namespace) -> Command:
 def server_config(args: argparse.Namespace) -> ServerConfig:
     options = {name: getattr(args, name) for name in SERVER_FLAGS}
     options["api_keys"] = tuple(keys_in_environment() if args.api_keys is None else args.api_keys)
-    names = args.served_model_name
-    options["served_model_name"] = Path(args.model).name if names is None else tuple(names)
-    if args.chat_template is not None:
-        options["chat_template"] = read_text("chat_template", args.chat_template)
-        check_template(options["chat_template"])
+    if args.served_model_name is not None:
+        options["served_model_name"] = tuple(args.served_model_name)
     try:
-        return ServerConfig(**options)
+        return config_for(args.model, options)
     except BadArgument as error:
         of_environment = error.argument == "api_keys" and args.api_keys is None
         raise (error.renamed(KEY_VARIABLE) if of_environment else error) from None
+
+
+def config_for(model: str | os.PathLike[str], options: Mapping[str, Any]) -> ServerConfig:
+    """The config of a model's server. options: those of ServerConfig, but the chat template as the path of its file.
+    Without a name the model has the last part of its own. Raises ValueError, TypeError or OSError."""
+    values = dict(options)
+    if values.get("served_model_name") is None:
+        values["served_model_name"] = Path(model).name
+    if values.get("chat_template") is not None:
+        values["chat_template"] = read_text("chat_template", values["chat_template"])
+        check_template(values["chat_template"])
+    return ServerConfig(**values)
 
 
 def keys_in_environment() -> list[str]:

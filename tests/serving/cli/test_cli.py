@@ -150,6 +150,17 @@ def test_a_line_that_is_not_utf8_costs_no_other_its_answer(
         assert captured.out == "\n\n".join(p + text for p, text in texts.items()) + "\n"
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_standard_input_that_is_closed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """As a shell's `<&-` leaves it. There was a traceback."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["generate", "--prompts-file", "-", *options]) == 2
+    message = "--prompts-file: expected an open standard input for -, got a closed one"
+    assert capsys.readouterr().err == f"pagedattn: error: {message}\n"
+
+
 def test_lines_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the prompts, though the first of them ends last."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"{PROMPT}\nx".encode())))

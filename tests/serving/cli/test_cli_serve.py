@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from test_cli import HIDDEN, run_without
+from warm_python import run_python
 
 import pagedattn_serve.cli.serve
 from pagedattn_serve import DEMO_MODEL, EngineArgs, LLMEngine
@@ -131,6 +132,22 @@ def test_a_variable_that_was_left_empty_does_not_open_the_server(
     assert main(["serve", "--port", "0"]) == 2
     line = "pagedattn: error: PAGEDATTN_API_KEY: expected a text for key 1 of 1, got an empty one\n"
     assert capsys.readouterr().err == line and not served
+
+
+def test_ray_serve_checks_a_template_as_the_command_does(tmp_path: Path) -> None:
+    """On Ray a template with an error was deployed, and each chat failed. Of ray there are here the names alone."""
+    template = tmp_path / "open.jinja"
+    template.write_text("{% if")
+    program = (
+        "import sys; from unittest.mock import MagicMock\n"
+        "sys.modules |= {'ray': MagicMock(), 'ray.serve': MagicMock()}\n"
+        "from pagedattn_serve.ray_serve import read_args\n"
+        "assert read_args({'model': 'some/name/'})[1].served_model_name == 'name'\n"
+        "read_args({'chat_template': sys.argv[1]})"
+    )
+    result = run_python("-c", program, str(template))
+    message = "chat_template: expected a template in Jinja, got line 1: unexpected 'end of template'"
+    assert result.stderr.splitlines()[-1] == f"pagedattn_serve.errors.ArgumentError: {message}"
 
 
 @pytest.mark.parametrize("modules", [SERVER, ["uvicorn"], [*HIDDEN, *SERVER]], ids=",".join)

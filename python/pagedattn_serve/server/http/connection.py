@@ -85,6 +85,10 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        # Their last read was not counted, and may have been their only one. The 4 are of ": " and the line's end.
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > MAX_HEADER_BYTES:
+            self.transport.abort()
+            raise OverflowError  # the parser stops at it
         if not self._is_offer():
             super().on_headers_complete()
 
@@ -122,6 +126,8 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Replaces uvicorn's method, for what is no HTTP: the answer has the shape and the id that all answers have."""
+        if self.transport.is_closing():  # cut off for its headers
+            return
         request_id = secrets.token_hex(16)
         logger.info("request", extra={"fields": {"request_id": request_id, "status": 400}})
         body = to_utf8(encode_json(ApiError(400, msg).body))

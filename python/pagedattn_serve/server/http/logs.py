@@ -20,6 +20,7 @@ class RequestContext:
 
     request_id: as in the header X-Request-Id; the server makes it, and nobody can guess it.
     path: of its URL, without the path under which a proxy serves the server.
+    is_read: whether its body was read to the end, so that the client sends no more of it.
     answer_id: the id in the answer's body, which ends with the request_id; "" if the answer has none.
     key_number: the request's key, as its place among the server's API keys, from 1; None without a key.
     key_id: a name of the key that does not reveal the key; "" without a key.
@@ -29,6 +30,7 @@ class RequestContext:
 
     request_id: str
     path: str = ""
+    is_read: bool = False
     answer_id: str = ""
     key_number: int | None = None
     key_id: str = ""

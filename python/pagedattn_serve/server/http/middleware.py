@@ -1,9 +1,9 @@
 """What every request passes before the app, and every answer after it. It is plain ASGI, so streams go through
 unbuffered, and the app sees its client go away.
 
-The order, from the outside: `RootPath`, `RequestLog` (id, log line, unexpected errors), CORS (from Starlette),
-`TimeLimit`, `HostCheck`, `KeyCheck`, `BodyLimit`, `HeadAsGet`. If a request is refused here, the answer has OpenAI's
-shape and the connection is closed, so that nobody reads a body to its end for nothing.
+The order, from the outside: `RootPath`, `RequestLog` (id, log line, unexpected errors), `Cors`, `TimeLimit`,
+`HostCheck`, `KeyCheck`, `BodyLimit`, `HeadAsGet`. If a request is refused here, the answer has OpenAI's shape. Behind
+`Cors`, the connection is closed too, so that nobody reads a body to its end for nothing.
 """
 
 import asyncio
@@ -22,10 +22,18 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagedattn_serve.server.http.config import ANY_HOST, ServerConfig
-from pagedattn_serve.server.http.errors import ApiError, encode_json, is_anthropic, last_events, to_utf8
+from pagedattn_serve.server.http.errors import (
+    ApiError,
+    encode_json,
+    error_response,
+    is_anthropic,
+    last_events,
+    to_utf8,
+)
 from pagedattn_serve.server.http.logs import RequestContext, current_request
 
 logger = logging.getLogger(__name__)
@@ -56,7 +64,7 @@ def add_middleware(app: Starlette, config: ServerConfig) -> None:
     app.add_middleware(TimeLimit, seconds=config.request_timeout)
     if config.allowed_origins:  # around the checks: a browser asks without a key whether it may ask
         app.add_middleware(
-            CORSMiddleware,
+            Cors,
             allow_origins=config.allowed_origins,
             allow_methods=("DELETE", "GET", "HEAD", "POST"),
             allow_headers=("*",),
@@ -120,6 +128,7 @@ class RequestLog:
             nonlocal is_gone
             message = await receive()
             is_gone = is_gone or message["type"] == "http.disconnect"
+            context.is_read = not message.get("more_body", False)
             return message
 
         async def send_with_id(message: Message) -> None:
@@ -152,6 +161,17 @@ def log_request(scope: Scope, context: RequestContext, status: int, seconds: flo
     if context.key_number is not None:
         fields["key"] = context.key_number
     logger.log(logging.DEBUG if is_poll else logging.INFO, "request", extra={"fields": fields})
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, but where a page may not ask, the answer has the shape of all refusals."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        headers = {name: value for name, value in response.headers.items() if not name.startswith("content-")}
+        return error_response(ApiError(response.status_code, bytes(response.body).decode(), headers=headers))
 
 
 class TimeLimit:
@@ -363,7 +383,7 @@ def too_intricate(body: bytes) -> str | None:
 async def refuse(
     receive: Receive, send: Send, status: int, message: str, code: str, headers: MutableMapping[str, str] | None = None
 ) -> None:
-    """Answer with an error. Close the connection when the client has seen it, or at least had the time to see it."""
+    """Answer with an error. Close the connection when the client sends no more, or at least had the time to stop."""
     body = to_utf8(encode_json(ApiError(status, message, code=code).body))
     all_headers = {
         "content-type": "application/json",
@@ -374,8 +394,10 @@ async def refuse(
     raw_headers = [(name.encode(), value.encode()) for name, value in all_headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw_headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
-    with suppress(TimeoutError):
-        async with asyncio.timeout(LINGER_SECONDS):
-            while (await receive()).get("more_body", False):
-                pass
+    context = current_request.get()
+    if context is None or not context.is_read:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
     await send({"type": "http.response.body", "body": b"", "more_body": False})

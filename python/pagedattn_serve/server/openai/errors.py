@@ -20,6 +20,7 @@ CLIENT_GONE = 499  # what proxies log of a client that left
 _PARAM_OF = {"prompt_token_ids": "prompt", "sampling_params": None}  # None: several
 _TOO_LONG = {"too_long": "items", "string_too_long": "characters in each"}  # pydantic's types of errors
 NOT_JSON = "not_json"  # a type of our own
+_UTF8_TEXT = "text that UTF-8 can write"
 # Fields with several forms, of which pydantic would name one alone; where these differ, with the name of the route.
 _FORMS = {
     **dict.fromkeys(
@@ -82,7 +83,8 @@ def validation_error(error: RequestValidationError, route: str = "") -> ApiError
     if isinstance(given, bytes):
         return ApiError(415, "Content-Type: expected application/json")
     if not location:
-        return ApiError(400, f"body: expected a JSON object, got {_short(given)}")
+        expected = f"field names of {_UTF8_TEXT}" if first["type"] == "string_unicode" else "a JSON object"
+        return ApiError(400, f"body: expected {expected}, got {_short(given)}")
     name = location[0]
     if first["type"] == "extra_forbidden":
         where = "" if len(location) == 1 else f" in {name}"
@@ -150,6 +152,8 @@ def _expected(name: str, error: dict[str, Any], route: str) -> str:
     if forms is not None and error["type"].endswith("_type"):
         return forms
     context = error.get("ctx", {})
+    if error["type"] == "string_unicode":
+        return _UTF8_TEXT
     if error["type"] == "union_tag_invalid":
         return f"objects of the types {context['expected_tags']}"
     if error["type"] == "union_tag_not_found":

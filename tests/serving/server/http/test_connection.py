@@ -190,6 +190,24 @@ def test_headers_without_end(before: bytes) -> None:
     with_server(client, read_timeout=3600)
 
 
+@pytest.mark.parametrize("before", [b"", REQUEST], ids=["first", "second"])
+@pytest.mark.parametrize("headers", [b"X-A: " + b"b" * 70_000, b"\r\n".join([b"a: b"] * 11_000)], ids=["one", "many"])
+def test_long_headers_that_come_at_once(headers: bytes, before: bytes, tmp_path: Path) -> None:
+    """The limit held only for headers that had not ended with a read."""
+    path = str(tmp_path / "server")
+
+    async def client(_: int) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        connection.sendall(before + REQUEST[:-2] + headers + b"\r\n\r\n")  # all is there when the server reads
+        reader, writer = await asyncio.open_unix_connection(sock=connection)
+        with suppress(ConnectionError):
+            assert await reader.read(1) == b""
+        writer.close()
+
+    with_server(client, sockets=bind_unix(path), uds=path, read_timeout=WAIT_SECONDS)
+
+
 @pytest.mark.parametrize(
     ("before", "answers"), [(LONG_POST, [b"70000"]), (LONG_REQUEST * 2, [b"hello"] * 2)], ids=["body", "headers"]
 )

@@ -306,6 +306,24 @@ def test_a_body_that_does_not_end_in_time() -> None:
     assert seconds < 25
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [("/v1/slow", b"x", 504), ("/v1/fail", b"x", 500), ("/v1/echo", b"," * (2**20 + 1), 413)],
+)
+def test_who_has_sent_all_is_not_waited_for(path: str, body: bytes, status: int) -> None:
+    """What comes behind a body is the client's end alone: each refusal waited two seconds for it."""
+    received: list[Message] = []
+
+    async def receive() -> Message:
+        received.append({"type": "http.request", "body": body, "more_body": False})
+        return received[-1]
+
+    scope = {"headers": [(b"content-length", b"%d" % len(body))], "query_string": b"prompt=x"}
+    sent, _ = asgi_call(make_app(request_timeout=0.1), path, receive, **scope)
+    assert sent[0]["status"] == status and sent[-1]["more_body"] is False
+    assert len(received) == 1
+
+
 def test_a_client_that_leaves_while_it_sends(caplog: pytest.LogCaptureFixture) -> None:
     messages = iter([{"type": "http.request", "body": b"x", "more_body": True}, {"type": "http.disconnect"}])
 
@@ -442,7 +460,12 @@ def test_pages_of_allowed_origins_may_ask(method: str) -> None:
         assert response.status_code == status and response.headers["access-control-allow-origin"] == PAGE["Origin"]
         assert "x-request-id, request-id" in response.headers["access-control-expose-headers"]
     other = {"Origin": "https://other.example"}
-    assert request(app, "/v1/echo", "OPTIONS", headers=other | asking).status_code == 400
+    refused = request(app, "/v1/echo", "OPTIONS", headers=other | asking)
+    expected = {"message": "Disallowed CORS origin", "type": "invalid_request_error", "param": None, "code": None}
+    assert (refused.status_code, refused.json()) == (400, {"error": expected})
+    own = ("content-type", "content-length", "x-request-id", "access-control-allow-origin")
+    headers, granted = ({k: v for k, v in each.headers.items() if k not in own} for each in (refused, before))
+    assert headers == granted and "access-control-allow-origin" not in refused.headers
     assert "access-control-allow-origin" not in request(app, "/v1/echo", headers=other | key).headers
 
 

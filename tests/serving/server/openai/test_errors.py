@@ -367,6 +367,20 @@ def test_what_the_tokenizer_refuses_is_said_of_the_field(client: Any) -> None:
     assert (status, param) == (400, "prompt") and message.startswith("prompt: expected text that UTF-8"), message
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "expected"),
+    [
+        ({"a\ud800": 1}, None, "body: expected field names of text that UTF-8 can write, got 'a\\ud800'"),
+        ({"stop": "a\ud800"}, "stop", "stop: expected text that UTF-8 can write, got 'a\\ud800'"),
+        ({"stream_options": {"a\ud800": 1}}, "stream_options", "stream_options: expected text that UTF-8 can write"),
+    ],
+)
+def test_text_that_utf8_cannot_write(client: Any, fields: dict[str, Any], param: str | None, expected: str) -> None:
+    """Such a name of a field was told as a body that is no object."""
+    status, blamed, message = client.error(COMPLETIONS, prompt="a", **fields)
+    assert (status, blamed) == (400, param) and message.startswith(expected), message
+
+
 def test_the_forms_of_a_field_are_those_of_the_route(client: Any) -> None:
     assert client.error("/tokenize", prompt=["a"]) == (400, "prompt", "prompt: expected a string, got ['a']")
     for fields, got in (({}, "none"), ({"prompt": "a", "messages": MESSAGES}, "both")):

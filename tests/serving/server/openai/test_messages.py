@@ -255,6 +255,15 @@ def test_keys(speaker_path: str, serve: Callable[..., Any]) -> None:
         ({"messages": [said("a"), said([{"type": "image"}])], "max_tokens": 1}, "messages[1].content[0].type: "),
         ({"messages": [said("a", "tool")], "max_tokens": 1}, "messages[0].role: "),
         ({"messages": [said([{"type": "image"}], "system")], "max_tokens": 1}, "messages[0].content[0].type: "),
+        ({"messages": [said("a")], "max_tokens": 1, "system": "\ud800"}, "system: expected text that UTF-8 can write"),
+        (
+            {"messages": [said("a")], "max_tokens": 1, "system": [block("b"), block("\ud800")]},
+            "system: expected text that UTF-8 can write",
+        ),
+        (
+            {"messages": [said("a"), said("\ud800", "system")], "max_tokens": 1},
+            "messages[1].content: expected text that UTF-8 can write",
+        ),
         ({"messages": [said("a")], "max_tokens": 1, "mcp_servers": [{}]}, "mcp_servers: "),
         ({"messages": [{**said("a"), "name": "b"}], "max_tokens": 1}, "messages[0].name: "),
         ({"messages": [said(5)], "max_tokens": 1}, "messages[0].content: "),

@@ -389,6 +389,10 @@ def test_the_oldest_turns_give_way(client: Any, num_turns: int, drops: bool) -> 
     assert text_of(response) == text_of(expected)
 
 
+THOUGHT = {"type": "reasoning_text", "text": "b"}
+REFUSAL = {"type": "refusal", "refusal": "c"}
+
+
 def nested(**item: Any) -> dict[str, Any]:
     return {"input": [{"role": "user", "content": "a"}, item]}
 
@@ -401,6 +405,11 @@ def form_of(**fields: Any) -> dict[str, Any]:
     ("fields", "param", "words"),
     [
         ({"input": []}, "input", "input: expected a string or a list of items, one at least"),
+        (
+            {"input": "a", "instructions": "\ud800"},
+            "instructions",
+            "instructions: expected text that UTF-8 can write",
+        ),
         ({"input": "a", "background": True}, "background", "background: "),
         ({"input": "a", "background": 0}, "background", "background: "),
         ({"input": "a", "top_logprobs": False}, "top_logprobs", "top_logprobs: "),
@@ -435,6 +444,10 @@ def form_of(**fields: Any) -> dict[str, Any]:
         (nested(role="user", content=[{"type": "input_image"}]), "input", "input[1].content[0].type: "),
         (nested(role="user", content=[{"type": "input_file"}]), "input", "input[1].content[0].type: "),
         (nested(role="user", content=5), "input", "input[1].content: "),
+        (nested(type="reasoning", summary="a"), "input", "input[1].summary: expected a list of parts, got str"),
+        (nested(type="reasoning", content="a"), "input", "input[1].content: expected a list of parts, got str"),
+        (nested(type="reasoning", summary=[THOUGHT, 5]), "input", "input[1].summary[1]: "),
+        (nested(type="reasoning", content=[THOUGHT, REFUSAL]), "input", "input[1].content[1].type: expected a text, "),
         (nested(role=5, content="a"), "input", "input[1].role: "),
         (nested(content="a"), "input", "input[1].role: "),
         (nested(type="function_call", arguments="{}", call_id="c"), "input", "input[1].name: "),

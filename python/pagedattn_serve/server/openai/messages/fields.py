@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
+from pagedattn_serve.config import check_text
 from pagedattn_serve.errors import ArgumentError, ArgumentTypeError
 from pagedattn_serve.server.openai.fields import (
     MAX_BUDGET,
@@ -207,9 +208,11 @@ def chat_messages(body: CountTokensRequest) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _texts_of_system(name: str, content: Any) -> list[dict[str, str]]:
-    """Those that say anything, without the line of BILLING."""
+    """Those that say anything, without the line of BILLING. What UTF-8 cannot write is refused here, as the message
+    that all of them become has one name."""
     parts = _text_parts(name, content)
     for part in parts:
+        check_text(name, part["text"])
         if part["text"].startswith(BILLING):
             part["text"] = part["text"].partition("\n")[2]
     return [part for part in parts if part["text"]]

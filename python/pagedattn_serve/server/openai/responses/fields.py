@@ -1,9 +1,11 @@
 """The fields of a request to `/v1/responses`, and the same request in the fields of a chat."""
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema
+from pydantic import AfterValidator, Field, WithJsonSchema
 
+from pagedattn_serve.config import check_text
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.openai.fields import (
     MAX_BUDGET,
@@ -86,7 +88,9 @@ class ResponseRequest(Body):
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Field(fail_fast=True, min_length=1)]
-    instructions: str | None = Field(None, description="a system message before all others; not kept")
+    instructions: Annotated[str, AfterValidator(partial(check_text, "instructions"))] | None = Field(
+        None, description="a system message before all others; not kept"
+    )
     previous_response_id: str | None = None
     store: bool | None = Field(None, description="true if not given")
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None

@@ -88,8 +88,11 @@ def _given(message: Mapping[str, str], field: str) -> list[str]:
 
 def _thought(name: str, item: Item) -> str:
     """The text of a reasoning item, or of its summary; empty if it has neither."""
-    parts = item.get("content") or item.get("summary") or []
-    return "\n".join(part.get("text", "") for part in _parts(f"{name}.content", parts))
+    field = "content" if item.get("content") else "summary"
+    parts = item.get(field) or []
+    if not isinstance(parts, list):
+        raise ArgumentTypeError(f"{name}.{field}", "a list of parts", type(parts).__name__)
+    return "\n".join(_part_text(f"{name}.{field}[{i}]", part) for i, part in enumerate(parts))
 
 
 def _text(name: str, value: object) -> str:
@@ -110,11 +113,15 @@ def _parts(name: str, content: object) -> list[dict[str, str]]:
 
 
 def _part(name: str, part: object) -> dict[str, str]:
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "refusal", "refusal": _text(f"{name}.refusal", part.get("refusal"))}
+    return {"type": "text", "text": _part_text(name, part)}
+
+
+def _part_text(name: str, part: object) -> str:
     if not isinstance(part, dict):
         raise ArgumentTypeError(name, "an object with a type", type(part).__name__)
     kind = part.get("type")
-    if kind == "refusal":
-        return {"type": "refusal", "refusal": _text(f"{name}.refusal", part.get("refusal"))}
     if kind not in _TEXTS:
         raise ArgumentError(f"{name}.type", "a text, the only kind of content here", repr(kind))
-    return {"type": "text", "text": _text(f"{name}.text", part.get("text"))}
+    return _text(f"{name}.text", part.get("text"))
