@@ -332,6 +332,6 @@ def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
 
 
 def check_order(order: Tensor, format: Gptq | Anew) -> None:
-    """Raise ValueError unless groups have inputs that follow each other. order: the group of each input of all ranks."""
+    """Raise ValueError unless groups have inputs that follow each other. order: the group of each input, all ranks."""
     if not torch.equal(order.long(), torch.arange(len(order)) // (format.group_size or len(order))):
         raise ValueError("g_idx: expected groups in order, got other ones")
