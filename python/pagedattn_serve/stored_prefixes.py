@@ -1,11 +1,14 @@
 """Between the cache and the blocks of prefixes on disk: what the engine reads, puts into the cache, and writes."""
 
+import logging
 from typing import Any
 
 from pagedattn_serve.execution.block_store import BlockStore
 from pagedattn_serve.execution.cache_engine import CacheEngine
 from pagedattn_serve.scheduling.prefix_cache import PrefixCache
 from pagedattn_serve.scheduling.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 class StoredPrefixes:
@@ -42,12 +45,18 @@ class StoredPrefixes:
 
     def write_some(self) -> bool:
         """Hand blocks that belong on disk to the thread that writes there, not many at once, so that no step waits for
-        them. Returns whether there were any."""
+        them. Returns whether there were any.
+
+        Without memory for their copies they are left out: the step before has outputs, which must not be lost for that.
+        """
         if not self._store.has_room:
             return False
         taken = self._prefixes.take_wanted(self._store.num_at_once)
-        for key, block in taken:
-            self._store.put(key, self._cache.read_block(block))
+        try:
+            for key, block in taken:
+                self._store.put(key, self._cache.read_block(block))
+        except Exception:
+            logger.exception("blocks are not written to prefix_cache_dir")
         return bool(taken)
 
     def write_all(self, waits: bool) -> None:

@@ -290,6 +290,8 @@ class EngineLoop:
             raise
         except BaseException as error:  # the caller gets the error
             self._news.results.append((key, None, error))
+            if not isinstance(error, Exception):  # the engine would begin anew, without requests that somebody reads
+                self._add_outputs(self._engine.fail_batch(describe(error)))
 
     def _stop(self) -> None:
         self._is_stopping = True

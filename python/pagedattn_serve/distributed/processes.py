@@ -142,12 +142,19 @@ class PeerProcess:
         self._file = FileIO(os.pidfd_open(pid))
 
     def poll(self) -> int | None:
-        return 0 if select.select([self._file], [], [], 0)[0] else None
+        return 0 if self._has_ended(0) else None
 
     def wait(self, timeout: float | None = None) -> int:
-        if not self._file.closed and not select.select([self._file], [], [], timeout)[0]:
+        if not self._has_ended(timeout):
             raise subprocess.TimeoutExpired("peer", timeout or 0)
         return 0
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        if self._file.closed:
+            return True
+        poll = select.poll()  # `select.select` takes no descriptor from 1024 on
+        poll.register(self._file, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else timeout * 1000))
 
     def kill(self) -> None:
         """Let it go. The process ends when its socket is closed."""

@@ -23,8 +23,8 @@ import zlib
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from queue import Empty, Full, Queue
-from threading import Event, Thread
+from queue import Empty, SimpleQueue
+from threading import Event, Thread, current_thread
 
 import numpy as np
 import numpy.typing as npt
@@ -211,7 +211,7 @@ def _entries(directory: str | Path, names: re.Pattern[str]) -> list["os.DirEntry
     return []
 
 
-Jobs = Queue[tuple[bytes, Bytes] | Event | None]  # a block to write; whom to tell that all is written; None ends
+Jobs = SimpleQueue[tuple[bytes, Bytes] | Event | None]  # a block to write; whom to tell that all is written; None ends
 
 
 class BlockStore:
@@ -227,28 +227,27 @@ class BlockStore:
         self.keys = files.keys
         self.num_at_once = max(1, STEP_BYTES // block_bytes)
         self._block_bytes = block_bytes
-        self._queue: Jobs = Queue(max(self.num_at_once, QUEUE_BYTES // block_bytes))
+        self._max_queued = max(self.num_at_once, QUEUE_BYTES // block_bytes)
+        self._queue: Jobs = SimpleQueue()
         thread = Thread(target=_write_all, args=(files, self._queue), name="pagedattn-store", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._queue, thread)
+        weakref.finalize(self, _end, self._queue, thread, os.getpid())
 
     @property
     def has_room(self) -> bool:
-        """Whether `num_at_once` blocks can be put without waiting."""
-        return self._queue.qsize() + self.num_at_once <= self._queue.maxsize
+        """Whether `num_at_once` blocks may be put."""
+        return self._queue.qsize() + self.num_at_once <= self._max_queued
 
     def put(self, key: bytes, block: Bytes) -> None:
-        """Let a block be written."""
+        """Let a block be written, if there is room."""
         self.files.expect(key)
         self._queue.put((key, block))
 
     def wait(self) -> bool:
         """Return when all is written that was put before; or after WAIT_SECONDS, with False."""
         written = Event()
-        with suppress(Full):
-            self._queue.put(written, timeout=WAIT_SECONDS)
-            return written.wait(WAIT_SECONDS)
-        return False
+        self._queue.put(written)
+        return written.wait(WAIT_SECONDS)
 
     def read(self, keys: list[bytes]) -> dict[bytes, Bytes]:
         """The blocks of these keys, up to the first that is not there; not more than may lie in memory beside the
@@ -282,10 +281,12 @@ def _write_all(files: BlockFiles, queue: Jobs) -> None:
             scan_due = time.monotonic() + SCAN_SECONDS
 
 
-def _end(queue: Jobs, thread: Thread) -> None:
-    with suppress(Full):
-        queue.put(None, timeout=WAIT_SECONDS)
-        thread.join(WAIT_SECONDS)
+def _end(queue: Jobs, thread: Thread, owner: int) -> None:
+    """owner: the process that has the thread. One that was forked has not."""
+    if os.getpid() == owner:
+        queue.put(None)
+        if thread is not current_thread():  # the garbage may be collected there
+            thread.join(WAIT_SECONDS)
 
 
 def open_block_store(system_fingerprint: str, runner: ModelRunner, cache_config: CacheConfig) -> BlockStore:

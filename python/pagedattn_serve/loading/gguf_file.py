@@ -181,7 +181,7 @@ class Header:
             raise unreadable(self.path, f"{name} is of type {type_number}, which the package gguf does not know")
         type_name, block_size, block_bytes = self.types[type_number]
         row = shape[-1] if shape else 1
-        if row % block_size:
+        if row % block_size or row == 0:
             raise unreadable(self.path, f"expected rows of whole blocks of {block_size} of {name}, got {list(shape)}")
         row_bytes = row // block_size * block_bytes
         num_bytes = prod(shape[:-1]) * row_bytes

@@ -505,6 +505,31 @@ def test_call(engine: LLMEngine) -> None:
     play(main())
 
 
+def test_a_panic_amid_a_call_costs_no_request(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panic of a tokenizer is no Exception, and the engine begins anew. Catches readers that wait for ever."""
+
+    class Panic(BaseException):
+        pass
+
+    def panic(*_: object, **__: object) -> None:
+        raise Panic
+
+    expected = completions(run(engine, ["the"], greedy(20)))
+
+    async def main() -> None:
+        async with AsyncLLMEngine(engine) as serving:
+            reader = asyncio.create_task(read(serving, "the", greedy(20)))
+            await until(lambda: serving.stats().num_running == 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.inputs, "prompt_tokens", panic)
+                with pytest.raises(Panic):
+                    await serving.call(lambda each: each.register_prefix("the cat"))
+            assert completions([await reader]) == expected
+            assert serving.is_running
+
+    play(main())
+
+
 def test_a_call_that_is_cancelled_is_not_made(engine: LLMEngine) -> None:
     runner, made = Runner(engine), []
 

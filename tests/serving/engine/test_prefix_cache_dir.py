@@ -147,6 +147,23 @@ def test_blocks_that_a_failed_step_has_not_computed_are_not_written(
     assert engine.stats().num_written_blocks == 5
 
 
+def test_no_output_is_lost_where_a_block_cannot_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a request that has its last token, and never gets its output."""
+    expected = ask(start(tmp_path / "other"), 51).outputs[0].token_ids
+    engine = start(tmp_path)
+
+    def read_block(_: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine.model_runner.cache_engine, "read_block", read_block)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):  # the second makes the prefix one that belongs on disk
+            assert ask(engine, 51).outputs[0].token_ids == expected
+    assert "blocks are not written to prefix_cache_dir" in caplog.text
+
+
 def test_what_falls_out_of_the_cache_comes_back(tmp_path: Path) -> None:
     engine = fill(tmp_path, num_blocks=8)
     expected = ask(engine, 52).outputs[0].token_ids

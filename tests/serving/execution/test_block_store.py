@@ -4,12 +4,15 @@ import logging
 import os
 import resource
 import shutil
+import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
+from server_process import WAIT_SECONDS
 
 from pagedattn_serve.execution import block_store
 from pagedattn_serve.execution.block_store import BlockFiles, BlockStore, Bytes
@@ -240,6 +243,38 @@ def test_what_an_interrupted_write_leaves(tmp_path: Path, written: bytes) -> Non
     os.utime(old, (hours_ago, hours_ago))
     assert files_in(tmp_path).keys == set()
     assert [file.exists() for file in (old, new)] == [False, True]
+
+
+def test_a_store_that_is_collected_by_its_own_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As garbage is, whichever thread allocates. Catches a thread that waits for its own end, or for its own lock."""
+    files = files_in(tmp_path)
+    stores = [BlockStore(files, NUM_BYTES)]
+    write = files.write
+
+    def last_write(key: bytes, of_key: Bytes) -> None:
+        write(key, of_key)
+        stores.clear()
+
+    monkeypatch.setattr(files, "write", last_write)
+    errors: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: errors.append(error))
+    [thread] = [each for each in threading.enumerate() if each.name == "pagedattn-store"]
+    stores[0].put(KEY, block(0))
+    thread.join(WAIT_SECONDS)
+    assert not thread.is_alive() and not errors
+
+
+def test_a_forked_process_ends_without_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a child that waits at its end for a thread that it has not got."""
+    monkeypatch.setattr(os, "getpid", lambda pid=os.getpid(): pid + 1)
+    store = BlockStore(files_in(tmp_path), NUM_BYTES)
+    monkeypatch.undo()
+    [thread] = [each for each in threading.enumerate() if each.name == "pagedattn-store"]
+    queue = store._queue
+    del store
+    assert thread.is_alive() and queue.empty()
+    queue.put(None)
+    thread.join(WAIT_SECONDS)
 
 
 def test_a_thread_writes(tmp_path: Path) -> None:
