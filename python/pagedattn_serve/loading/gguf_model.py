@@ -198,7 +198,7 @@ def gemma3(file: GgufFile) -> dict[str, Any]:
         **attention_of_gemma(file, full_every=6, largest=62),
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
-        "final_logit_softcapping": softcap and decimal(softcap),
+        "final_logit_softcapping": decimal(softcap) if softcap else None,
     }
 
 
@@ -216,7 +216,7 @@ def family_of(file: GgufFile) -> Callable[[GgufFile], dict[str, Any]]:
     name = file.architecture
     if name not in FAMILIES:
         raise ArgumentError("general.architecture", f"{' or '.join(FAMILIES)} in {file.path}", repr(name))
-    if num_files := file.get("split.count", int, 0):
+    if (num_files := file.get("split.count", int, 1)) > 1:
         raise ArgumentError("split.count", f"one file (llama-gguf-split --merge makes one), not {file.path}", num_files)
     if num_experts := file.get(f"{name}.expert_count", int, 0):
         expected = f"none in {file.path}, as models with experts are not read from such files"
@@ -368,7 +368,8 @@ def dtype_of(file: GgufFile) -> str | None:
     sizes: Counter[str] = Counter()
     for place in file.tensors.values():
         sizes[place.type] += math.prod(place.shape)
-    return DTYPES.get(sizes.most_common(1)[0][0]) if sizes else None
+    floats = Counter({dtype: sizes[name] for name, dtype in DTYPES.items()})
+    return floats.most_common(1)[0][0] if 2 * floats.total() > sizes.total() else None
 
 
 def decimal(number: float) -> float:

@@ -13,12 +13,12 @@ def quantization_config(directory: Path) -> Any:
 
 
 def expect(config: dict[str, Any], name: str, *allowed: Any, default: Any = ()) -> Any:
-    """The value of a field, which must be one of `allowed`. By default the field must be there."""
+    """That of `allowed` which a field is equal to, as 4.0 is to 4. By default the field must be there."""
     value = config.get(name, default)
     if value not in allowed:
         got = "none" if value == () else repr(value)
         raise ValueError(f"quantization_config: {name}: expected {' or '.join(map(str, allowed))}, got {got:.80}")
-    return value
+    return allowed[allowed.index(value)]
 
 
 def section(config: dict[str, Any], name: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ Tensors = dict[str, Callable[[], Tensor]]
 
 METHODS = ("fp8", "fbgemm_fp8", "modelopt", "mxfp4")
 SCALES = ("_scale_inv", "_scale")  # what follows the name of a weight in that of its scales: all are factors
+DEFAULT_BLOCK = 128, 128  # of transformers, where a config says none
 OF_ROWS = ("input_scale", "input_scale_ub", "activation_scale")  # for programs that round rows, too
 # The numbers of MXFP4 (Open Compute Project, "OCP Microscaling Formats", 2023), by their code of 4 bits.
 MXFP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -29,8 +30,8 @@ MXFP4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5,
 
 @dataclass(slots=True, frozen=True)
 class ScaledFloats:
-    """block: rows and columns of a weight that share a scale, where scales are a matrix; None: as the sizes of both
-    matrices say."""
+    """block: rows and columns of a weight that share a scale, where scales are a matrix; None: DEFAULT_BLOCK if that
+    fits, else as the sizes of both matrices say."""
 
     block: tuple[int, int] | None = None
 
@@ -66,7 +67,9 @@ class ScaledFloats:
         is_grid = scales.dim() == len(shape) and scales.numel() > 0
         check(name, is_grid, f"one scale, or {len(shape)} axes of them", list(scales.shape))
         rows, columns = shape[-2:]
-        height, width = self.block or (max(1, rows // scales.shape[-2]), max(1, columns // scales.shape[-1]))
+        height, width = self.block or DEFAULT_BLOCK
+        if self.block is None and scales.shape[-2:] != (math.ceil(rows / height), math.ceil(columns / width)):
+            height, width = max(1, rows // scales.shape[-2]), max(1, columns // scales.shape[-1])
         expected = [*shape[:-2], math.ceil(rows / height), math.ceil(columns / width)]
         check(name, list(scales.shape) == expected, f"shape {expected}", list(scales.shape))
         of_rows = scales.float().repeat_interleave(height, -2)[..., :rows, :]

@@ -110,7 +110,13 @@ def byte_level(file: GgufFile, tokens: list[str], taken_whole: set[str]) -> Any:
         raise ArgumentError("tokenizer.ggml.pre", f"one of {', '.join(WORDS)} in {file.path}{INSTEAD}", repr(words))
     merges = [(left, right) for left, _, right in (text.partition(" ") for text in file.texts("tokenizer.ggml.merges"))]
     vocabulary = {text: token_id for token_id, text in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=words in OF_LLAMA3))
+    try:
+        model = models.BPE(vocab=vocabulary, merges=merges, ignore_merges=words in OF_LLAMA3)
+    except Exception as error:  # of no other type
+        raise ArgumentError(
+            "tokenizer.ggml.merges", f"pairs of tokens that make tokens in {file.path}", error
+        ) from None
+    tokenizer = Tokenizer(model)
     if words == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in WORDS[words]]

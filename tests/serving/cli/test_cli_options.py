@@ -85,6 +85,7 @@ WRONG = {
         ("--seed -1", f"--seed: expected an int in [0, {2**64 - 1}], got -1"),
         ("--no-prefix-caching=1", "--no-prefix-caching: ignored explicit argument '1'"),
         ("--host nowhere.invalid", "--host: expected a name or an address of this machine, got nowhere.invalid ("),
+        ("--host a..b", "--host: expected a name or an address of this machine, got a..b ("),
         ("--host 192.0.2.1", "--host: expected a name or an address of this machine, got 192.0.2.1 (Cannot assign "),
         ("--host=", "--host: expected a text, got an empty one"),
         ("--port 65536", "--port: expected an int in [0, 65535], got 65536"),

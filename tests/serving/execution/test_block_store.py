@@ -266,7 +266,8 @@ def test_a_store_that_is_collected_by_its_own_thread(tmp_path: Path, monkeypatch
 
 def test_a_forked_process_ends_without_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a child that waits at its end for a thread that it has not got."""
-    monkeypatch.setattr(os, "getpid", lambda pid=os.getpid(): pid + 1)
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
     store = BlockStore(files_in(tmp_path), NUM_BYTES)
     monkeypatch.undo()
     [thread] = [each for each in threading.enumerate() if each.name == "pagedattn-store"]

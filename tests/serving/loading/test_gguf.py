@@ -92,6 +92,25 @@ def test_yarn_as_the_file_has_it(tmp_path: Path) -> None:
     assert scaling["attention_factor"] == pytest.approx(0.5 * (1 + 0.1 * math.log(4)))  # llama.cpp has both factors
 
 
+def test_numbers_that_say_nothing(tmp_path: Path) -> None:
+    """A file in one part, and a cap of 0, which is none."""
+    for name, value in {"split.count": 1, "gemma3.final_logit_softcapping": 0.0}.items():
+        model = make_gemma("gemma3_text")
+        write_gguf(tmp_path / "without.gguf", model)
+        write_gguf(tmp_path / "with.gguf", model, **{name: value})
+        assert tokens_of(tmp_path / "with.gguf") == tokens_of(tmp_path / "without.gguf"), name
+
+
+def test_most_weights_are_quantized_in_several_types(tmp_path: Path) -> None:
+    """Catches floats that are more than each of the types, and not more than all."""
+    write_gguf(
+        tmp_path / "m.gguf",
+        make_model("llama-gqa", **LLAMA, vocab_size=400),
+        lambda name: "q5_0" if "ffn" in name else "q8_0" if "attn" in name else "f16",
+    )
+    assert build_model(tmp_path / "m.gguf").dtype == torch.float32
+
+
 def test_the_older_name_of_a_linear_scaling(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", make_model("llama-gqa", **LLAMA), **{"llama.rope.scale_linear": 4.0})
     scaling = gguf_config(GgufFile.open(tmp_path / "m.gguf"))["rope_parameters"]
@@ -311,6 +330,10 @@ def test_files_that_are_not_there(file: Path) -> None:
         ({"general.architecture": "mamba"}, "expected llama or .* in .*m.gguf, got 'mamba'"),
         (dict(without={"blk.1.ffn_up.weight"}), "missing model.layers.1.mlp.up_proj.weight"),
         (dict(without={"token_embd.weight"}), "it has no tensor token_embd.weight"),
+        (
+            dict(without={"blk.0.ffn_up.weight"}, more={"blk.0.ffn_up.weight": np.zeros((96, 0), np.float32)}),
+            r"expected rows of whole blocks of 1 of blk.0.ffn_up.weight, got \[96, 0\]",
+        ),
         (dict(more={"blk.0.attn_sinks.weight": np.zeros(4, np.float32)}), "blk.0.attn_sinks.weight has no place"),
         ({"llama.expert_count": 8}, "llama.expert_count: expected none in .*m.gguf.*, got 8"),
         ({"split.count": 3}, "split.count: expected one file"),

@@ -436,6 +436,13 @@ def test_group_sizes_that_the_op_does_not_have(tmp_path: Path, config: dict[str,
         load_model(tmp_path)
 
 
+def test_a_number_of_bits_that_was_written_as_a_float(tmp_path: Path) -> None:
+    save_quantized(tmp_path, "llama-gqa", CONFIGS["gptq-act-order"])
+    expected = load_model(tmp_path)
+    change_config(tmp_path, quantization_config=CONFIGS["gptq-act-order"] | dict(bits=4.0))
+    assert_same_tensors(load_model(tmp_path), expected)
+
+
 def test_groups_in_another_order(tmp_path: Path) -> None:
     save_quantized(tmp_path, "llama-gqa", GPTQ)
     change_weights(tmp_path, o_proj__g_idx=torch.arange(64, dtype=torch.int32) % 2)

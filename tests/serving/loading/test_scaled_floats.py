@@ -19,6 +19,7 @@ from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.loading.checkpoint_files import OpenFiles, open_checkpoint
 from pagedattn_serve.loading.loader import load_model
 from pagedattn_serve.loading.quantize import quantize_checkpoint
+from pagedattn_serve.loading.scaled_floats import ScaledFloats
 from pagedattn_serve.models.linear import Int4Linear, Int8Linear
 from pagedattn_serve.sampling_params import SamplingParams
 
@@ -91,6 +92,13 @@ def test_weights_are_those_that_codes_and_scales_stand_for(tmp_path: Path, form:
     assert tensors.keys() == bf16_model().state_dict().keys()
     for name, weight in meant.items():
         assert torch.equal(tensors[name], weight), name
+
+
+def test_blocks_that_no_config_names_are_those_of_transformers() -> None:
+    """Of 192 rows the second block has 64. Catches two blocks of 96."""
+    scales = torch.tensor([[0.5], [2.0]])
+    factors = ScaledFloats().factors(scales, torch.Size([192, 64]), "scales").expand(192, 64)
+    assert torch.equal(factors, scales.repeat_interleave(128, 0)[:192].expand(192, 64))
 
 
 def test_codes_and_scales_of_other_dtypes(tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def test_words_that_begin_with_bos(tmp_path: Path, words: str) -> None:
         (dict(token_type=[1, 2]), "tokenizer.ggml.token_type: expected one for each of 280 tokens in .*m.gguf, got 2"),
         (dict(bos_token_id=280), "tokenizer.ggml.bos_token_id: expected one of the 280 tokens of .*m.gguf, got 280"),
         (dict(merges=None), "tokenizer.ggml.merges: expected "),
+        (dict(merges=["zz qq"]), "tokenizer.ggml.merges: expected pairs of tokens that make tokens in .*m.gguf, got "),
     ],
 )
 def test_tokenizers_that_have_no_home_here(tmp_path: Path, fields: dict[str, Any], error: str) -> None:

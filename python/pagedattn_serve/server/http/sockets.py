@@ -68,7 +68,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # of a name with an empty part, such as a..b
         raise host_error(host, error) from None
     sockets: list[socket.socket] = []
     try:
@@ -101,8 +101,9 @@ def port_error(host: str, port: int, error: OSError) -> OSError:
     return ArgumentOSError("port", f"one that is free on {host}", f"{port} ({error.strerror})")
 
 
-def host_error(host: str, error: OSError) -> OSError:
-    return ArgumentOSError("host", "a name or an address of this machine", f"{host} ({error.strerror})")
+def host_error(host: str, error: OSError | UnicodeError) -> OSError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return ArgumentOSError("host", "a name or an address of this machine", f"{host} ({reason})")
 
 
 def port_of(bound: socket.socket) -> int:
