@@ -140,7 +140,7 @@ class Server(uvicorn.Server):
             server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()  # at once if it is idle, else after its answer
-        await self._wait(seconds)
+        await self._wait(seconds, for_idle_tls=False)
         await self._engine.shutdown()
         await self._wait(FLUSH_SECONDS)
         for connection in list(self.server_state.connections):
@@ -148,11 +148,19 @@ class Server(uvicorn.Server):
         await self._wait(FLUSH_SECONDS)
         logger.info("stopped")
 
-    async def _wait(self, seconds: float) -> None:
-        """Wait until no connection and no request is left, but at most so many seconds."""
+    async def _wait(self, seconds: float, for_idle_tls: bool = True) -> None:
+        """Wait until no connection and no request is left, but at most so many seconds.
+
+        for_idle_tls: also for connections that have their answers, whose clients have to agree to the end of TLS. A
+        client that keeps one for later does not look.
+        """
         end = time.monotonic() + seconds
-        while (self.server_state.connections or self.server_state.tasks) and time.monotonic() < end:
+        while (self.server_state.tasks or self._has_connections(for_idle_tls)) and time.monotonic() < end:
             await asyncio.sleep(POLL_SECONDS)
+
+    def _has_connections(self, with_idle_tls: bool) -> bool:
+        all_count = with_idle_tls or not self.config.is_ssl
+        return any(all_count or not each.transport.is_closing() for each in self.server_state.connections)
 
 
 def allow_many_connections() -> None:

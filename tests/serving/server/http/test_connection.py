@@ -512,6 +512,25 @@ def test_tls() -> None:
     with_server(client, ssl_certfile=CERTIFICATE, read_timeout=WAIT_SECONDS)
 
 
+def test_an_idle_client_of_tls_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never agrees to the end of TLS. Catches a server that waits for this as for an answer."""
+    monkeypatch.setattr(asyncio.constants, "SSL_SHUTDOWN_TIMEOUT", 3600)
+    idle: list[ssl.SSLSocket] = []
+
+    def connect(port: int) -> None:
+        trusted = ssl.create_default_context(cafile=CERTIFICATE)
+        connection = socket.create_connection(("127.0.0.1", port))
+        idle.append(trusted.wrap_socket(connection, server_hostname="localhost"))
+        idle[0].sendall(REQUEST)
+        assert idle[0].recv(100).startswith(b"HTTP/1.1 200")
+
+    async def client(port: int) -> None:
+        await asyncio.to_thread(connect, port)
+
+    with_server(client, ssl_certfile=CERTIFICATE, read_timeout=WAIT_SECONDS, shutdown_timeout=3600)
+    idle[0].close()
+
+
 def test_unix_socket(tmp_path: Path) -> None:
     """In place of one that a server has left behind, but never of one that has a server, or of another file."""
     path = str(tmp_path / "server")
