@@ -30,6 +30,7 @@ DTYPES = {
 }
 FP8_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 CACHE_DTYPES = {**FP8_DTYPES, "int8": "int8"}
+UTF8_TEXT = "text that UTF-8 can write"  # what an error expects of a text with a lone surrogate
 MAX_RANKS = 64  # of a group that shares memory
 MAX_REPLICAS = 256  # of an engine, each a process
 QUANTIZATIONS = ("int8", "int4")
@@ -79,7 +80,7 @@ def check_text(name: str, value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ArgumentError(name, "text that UTF-8 can write", error) from None
+        raise ArgumentError(name, UTF8_TEXT, error) from None
     return value
 
 

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from . import ops
 from ._index_checks import check_indices, check_starts, num_seqs_of
 from .ops import _call
-from .ops._call import to_int64
-from .ops.sampling import LARGEST_FP32
+from .ops._call import LARGEST_FP32, to_int64
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import FileIO
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any, NamedTuple
@@ -69,7 +70,7 @@ class Channel:
 
     def has_message(self, timeout: float = 0) -> bool:
         """Whether `receive` would return or raise ChannelClosed at once, within so many seconds."""
-        return _is_readable(self.socket, timeout)
+        return happens(self.socket, select.POLLIN, timeout)
 
     def close(self) -> None:
         self.socket.close()
@@ -120,7 +121,7 @@ class NetworkChannel:
 
     def has_message(self, timeout: float = 0) -> bool:
         """As that of `Channel`."""
-        return _is_readable(self.socket, timeout)
+        return happens(self.socket, select.POLLIN, timeout)
 
     def close(self) -> None:
         self.socket.close()
@@ -133,10 +134,12 @@ def _wait_until(deadline: float | None, connection: socket.socket) -> None:
     connection.settimeout(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
 
 
-def _is_readable(connection: socket.socket, timeout: float) -> bool:
+def happens(file: socket.socket | FileIO, event: int, timeout: float | None) -> bool:
+    """Whether an event of `select.poll` comes within so many seconds. `select.select` takes no descriptor from 1024
+    on."""
     poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(timeout * 1000))
+    poll.register(file, event)
+    return bool(poll.poll(None if timeout is None else timeout * 1000))
 
 
 class Hello(NamedTuple):
@@ -208,9 +211,7 @@ def wait_until_readable(connection: socket.socket, deadline: float, check: Calla
 def has_hung_up(connection: socket.socket, timeout: float | None = 0) -> bool:
     """Whether the other side has closed the connection, or the connection breaks, within so many seconds. Messages may
     be left to read."""
-    poll = select.poll()
-    poll.register(connection, select.POLLRDHUP)
-    return bool(poll.poll(None if timeout is None else timeout * 1000))
+    return happens(connection, select.POLLRDHUP, timeout)
 
 
 def _receive_hello(connection: socket.socket, key: bytes) -> Any:

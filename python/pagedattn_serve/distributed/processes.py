@@ -19,6 +19,8 @@ from io import FileIO
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from pagedattn_serve.distributed.channel import happens
+
 NODES = Path("/sys/devices/system/node")
 PR_SET_PDEATHSIG = 1
 
@@ -150,11 +152,7 @@ class PeerProcess:
         return 0
 
     def _has_ended(self, timeout: float | None) -> bool:
-        if self._file.closed:
-            return True
-        poll = select.poll()  # `select.select` takes no descriptor from 1024 on
-        poll.register(self._file, select.POLLIN)
-        return bool(poll.poll(None if timeout is None else timeout * 1000))
+        return self._file.closed or happens(self._file, select.POLLIN, timeout)
 
     def kill(self) -> None:
         """Let it go. The process ends when its socket is closed."""

@@ -28,8 +28,8 @@ from .._adapters import (
     write_to_slots,
 )
 from .._index_checks import values_are_checked
-from ..kv_cache import FLOAT_DTYPES, FP8_DTYPES
-from ..ops._call import call, check_rank, check_tensors, given
+from ..kv_cache import FP8_DTYPES
+from ..ops._call import call, check_float, check_rank, check_tensors, given
 
 Function = Callable[..., Any]
 Keys = tuple[Tensor, Tensor, Tensor, Tensor]  # key_cache, value_cache, block_tables, seq_lens
@@ -255,7 +255,7 @@ def _scaled(
         for name in ("q_descale", "k_descale", "v_descale")
     )
     if keys[0].dtype in FP8_DTYPES and query.dtype not in FP8_DTYPES:
-        _check_float("paged_attention", query=query)
+        check_float("paged_attention", query=query)
     if new is not None:
         new = _scaled_new(function, keys[0], extras, new)
     extras = extras._replace(k_descale=None, v_descale=None)
@@ -265,7 +265,7 @@ def _scaled(
             raise TypeError(f"paged_attention: query: expected {expected}, got {query.dtype}")
         return attend_pages(function, query, keys, starts, options, extras, new)
     rotary = {name: options[name] for name in ("rotary_cos", "rotary_sin") if name in options}
-    _check_float("append_and_attend", **rotary)
+    check_float("append_and_attend", **rotary)
     options = options | {name: tensor.float() for name, tensor in rotary.items()}
     scaled = query.float() * k_scale
     if query.dtype in FP8_DTYPES:
@@ -289,16 +289,8 @@ def _scaled_new(function: Function, key_cache: Tensor, extras: Extras, new: NewT
         if tensor.dtype in FP8_DTYPES:
             expected = f"no fp8, or {key_cache.dtype} of both, as the caches have"
             raise TypeError(f"append_and_attend: {name}: expected {expected}, got {tensor.dtype}")
-    _check_float("append_and_attend", key=key, value=value)
+    check_float("append_and_attend", key=key, value=value)
     return NewTokens(key.float() / k_scale, value.float() / v_scale, new.starts)
-
-
-def _check_float(op: str, **tensors: Tensor) -> None:
-    """What the op would check, and cannot see of tensors in fp32."""
-    for name, tensor in tensors.items():
-        if tensor.dtype not in FLOAT_DTYPES:
-            got = str(tensor.dtype).removeprefix("torch.")
-            raise TypeError(f"{op}: {name}: expected dtype float32, float16 or bfloat16, got {got}")
 
 
 def _by_row(

@@ -20,8 +20,7 @@ from torch import Generator, Tensor
 
 from .. import ops
 from .._adapters import call_as, kept, to_fp32
-from ..ops._call import check_tensors
-from ..ops.sampling import LARGEST_FP32
+from ..ops._call import LARGEST_FP32, check_tensors
 
 Seed = Tensor | int | None
 

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 from pagedattn_ext import _C
 
 SEVERAL_DEVICES = "the tensors are on several devices"
+LARGEST_FP32 = torch.finfo(torch.float32).max
 MAYBE_ON_CPU = ("k_scale", "v_scale", "block_mapping")  # wherever the other tensors are
 
 NAMESPACE = _C.op_namespace
@@ -200,6 +201,14 @@ def check_tensors(op: str, **tensors: object) -> None:
             raise TypeError(f"{op}: {name}: expected a torch.Tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided:
             raise ValueError(f"{op}: {name}: expected a strided tensor, got one of layout {tensor.layout}") from None
+
+
+def check_float(op: str, **tensors: Tensor) -> None:
+    """For functions that convert an argument before the op sees it."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            got = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"{op}: {name}: expected dtype float32, float16 or bfloat16, got {got}")
 
 
 def check_rank(op: str, name: str, tensor: Tensor, rank: int) -> None:

@@ -8,7 +8,7 @@ from pagedattn_ext._C import LINEAR_PANEL as PANEL
 from pagedattn_ext._C import LINEAR_QUAD as QUAD
 from pagedattn_ext.huge_pages import empty_huge_pages
 
-from ._call import NAMESPACE, call_on_cpu, check_one_device, check_rank, check_tensors
+from ._call import NAMESPACE, call_on_cpu, check_float, check_one_device, check_rank, check_tensors
 
 CODES_PER_INT32 = 8
 
@@ -142,7 +142,7 @@ def pack_linear_weight_int4(codes: Tensor, scales: Tensor, zeros: Tensor, out: T
     _check_matrix(name, "codes", codes, torch.uint8, torch.int32)
     check_tensors(name, scales=scales)
     check_rank(name, "scales", scales, 2)
-    _check_float(name, "scales", scales)
+    check_float(name, scales=scales)
     out_features, num_groups = codes.shape[0], scales.shape[1]
     in_features = codes.shape[1] * (CODES_PER_INT32 if codes.dtype == torch.int32 else 1)
     if (
@@ -335,7 +335,7 @@ def _with_rows(matrix: Tensor) -> Tensor:
 def _check_weight(function: str, weight: Tensor) -> None:
     check_tensors(function, weight=weight)
     check_rank(function, "weight", weight, 2)
-    _check_float(function, "weight", weight)
+    check_float(function, weight=weight)
 
 
 def _check_matrix(function: str, name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
@@ -344,12 +344,6 @@ def _check_matrix(function: str, name: str, tensor: Tensor, *dtypes: torch.dtype
     if tensor.dtype not in dtypes:
         expected = " or ".join(map(_name_of, dtypes))
         raise TypeError(f"{function}: {name}: expected dtype {expected}, got {_name_of(tensor.dtype)}")
-
-
-def _check_float(function: str, name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        got = _name_of(tensor.dtype)
-        raise TypeError(f"{function}: {name}: expected dtype float32, float16 or bfloat16, got {got}")
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -3,9 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._call import call, check_bool, check_rank, check_tensors, to_int64
-
-LARGEST_FP32 = torch.finfo(torch.float32).max
+from ._call import LARGEST_FP32, call, check_bool, check_rank, check_tensors, to_int64
 
 
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor, indices: Tensor | None = None) -> Tensor:

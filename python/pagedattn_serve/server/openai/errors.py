@@ -12,6 +12,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict  # which pydantic wants before Python 3.12
 
 from pagedattn_serve.async_engine import EngineBusyError, EngineDeadError
+from pagedattn_serve.config import UTF8_TEXT
 from pagedattn_serve.errors import BadArgument
 from pagedattn_serve.server.http.errors import ApiError, ClientGoneError, error_response
 
@@ -20,7 +21,6 @@ CLIENT_GONE = 499  # what proxies log of a client that left
 _PARAM_OF = {"prompt_token_ids": "prompt", "sampling_params": None}  # None: several
 _TOO_LONG = {"too_long": "items", "string_too_long": "characters in each"}  # pydantic's types of errors
 NOT_JSON = "not_json"  # a type of our own
-_UTF8_TEXT = "text that UTF-8 can write"
 # Fields with several forms, of which pydantic would name one alone; where these differ, with the name of the route.
 _FORMS = {
     **dict.fromkeys(
@@ -83,7 +83,7 @@ def validation_error(error: RequestValidationError, route: str = "") -> ApiError
     if isinstance(given, bytes):
         return ApiError(415, "Content-Type: expected application/json")
     if not location:
-        expected = f"field names of {_UTF8_TEXT}" if first["type"] == "string_unicode" else "a JSON object"
+        expected = f"field names of {UTF8_TEXT}" if first["type"] == "string_unicode" else "a JSON object"
         return ApiError(400, f"body: expected {expected}, got {_short(given)}")
     name = location[0]
     if first["type"] == "extra_forbidden":
@@ -153,7 +153,7 @@ def _expected(name: str, error: dict[str, Any], route: str) -> str:
         return forms
     context = error.get("ctx", {})
     if error["type"] == "string_unicode":
-        return _UTF8_TEXT
+        return UTF8_TEXT
     if error["type"] == "union_tag_invalid":
         return f"objects of the types {context['expected_tags']}"
     if error["type"] == "union_tag_not_found":
