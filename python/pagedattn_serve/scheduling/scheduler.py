@@ -27,13 +27,13 @@ All groups stand in one order: of their arrival, or with the policy "priority" o
 None of this holds back a prompt that fits in a step: all of it runs at once, as far as there is budget.
 """
 
-from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from pagedattn_serve.config import CacheConfig, SchedulerConfig
 from pagedattn_serve.errors import ArgumentError
 from pagedattn_serve.scheduling.block_allocator import OutOfBlocksError
 from pagedattn_serve.scheduling.block_manager import BlockManager
+from pagedattn_serve.scheduling.group_queues import GroupQueues, place_of
 from pagedattn_serve.scheduling.held_blocks import max_held_blocks, max_num_tokens, num_behind
 from pagedattn_serve.scheduling.prompt_lookup import PromptLookup
 from pagedattn_serve.scheduling.prompt_pace import PromptPace
@@ -45,10 +45,6 @@ from pagedattn_serve.scheduling.sequence import (
     SequenceStatus,
     TableArray,
 )
-
-# A group of priority p stands where a group of priority 0 would stand that came p times this many requests later. So of
-# the requests with a better priority, only those among the next p times this many pass it.
-PLACES_PER_PRIORITY = 10_000
 
 
 @dataclass(slots=True)
@@ -98,10 +94,8 @@ class Scheduler:
         )
         table_array = table_array or TableArray(scheduler_config, cache_config)
         self.block_manager = BlockManager(cache_config, table_array, scheduler_config.max_num_batched_tokens)
-        self.waiting: list[SequenceGroup] = []
-        self._short_waiting: list[SequenceGroup] = []  # those of them that are not long, in order, too
-        self.running: list[SequenceGroup] = []
-        self.swapped: list[SequenceGroup] = []
+        self._queues = GroupQueues(scheduler_config.max_num_batched_tokens)
+        self.waiting, self.running, self.swapped = self._queues.waiting, self._queues.running, self._queues.swapped
         self.num_recomputes = 0
         self.num_swaps = 0
         self.num_looked_up_tokens = 0  # of prompts that were let in
@@ -111,13 +105,11 @@ class Scheduler:
         has_drafts = scheduler_config.speculation == "ngram" and not num_states
         self._proposer = PromptLookup() if has_drafts else None
         self._pace = PromptPace(scheduler_config.max_num_batched_tokens)
-        self._num_arrived = 0
-        self._unfinished: dict[str, SequenceGroup] = {}  # by request id: all queues
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any group is waiting, running or swapped out."""
-        return bool(self._unfinished)
+        return bool(self._queues.by_id)
 
     def add(self, group: SequenceGroup) -> None:
         """Put a new group into the queue, at its place in the order.
@@ -125,7 +117,7 @@ class Scheduler:
         Raises ValueError if the group is not new, if its request id is taken, if its prompt is empty or leaves no room
         for output, if it has more sequences than can run, or a priority that the policy would not look at.
         """
-        if group.request_id in self._unfinished:
+        if group.request_id in self._queues.by_id:
             raise ValueError(f"request_id: {group.request_id!r} is taken by an unfinished request")
         statuses = {sequence.status for sequence in group.sequences}
         if statuses != {SequenceStatus.WAITING}:
@@ -140,14 +132,11 @@ class Scheduler:
         self._check_width(group)
         if group.priority and self.config.policy != "priority":
             raise ArgumentError("priority", f'0, as the scheduling policy is "{self.config.policy}"', group.priority)
-        group.order = (self._num_arrived + group.priority * PLACES_PER_PRIORITY, self._num_arrived)
-        self._num_arrived += 1
-        self._unfinished[group.request_id] = group
-        self._enter_queue(group, SequenceStatus.WAITING)
+        self._queues.add(group)
 
     def has(self, group: SequenceGroup) -> bool:
         """Whether this group was added, and is unfinished."""
-        return self._unfinished.get(group.request_id) is group
+        return self._queues.has(group)
 
     def schedule(self) -> ScheduledBatch:
         """Choose what runs next. Preempts, swaps in and admits as needed. The batch is empty only if nothing is
@@ -157,7 +146,7 @@ class Scheduler:
             self._make_way(batch)
         num_preempted = len(batch.preempted)
         long = _LongPrompts()
-        budget = self._schedule_running(batch, long, self.config.max_num_batched_tokens)
+        budget = self._schedule_running(batch, long, self.running, self.config.max_num_batched_tokens)
         if len(batch.preempted) == num_preempted and not batch.outgrown:
             budget = self._swap_in(batch, long, budget)
             self._admit(batch, long, budget)
@@ -222,13 +211,12 @@ class Scheduler:
         if sequence.status is not SequenceStatus.WAITING:
             self.block_manager.free(sequence)
         if not group.sequences:
-            del self._unfinished[group.request_id]
-            self._leave_queue(group, sequence.status)
+            self._queues.remove(group, sequence.status)
         sequence.status = status
 
     def abort(self, request_id: str) -> SequenceGroup | None:
         """Finish the sequences of a request as aborted. Returns None if the request is unknown or finished already."""
-        group = self._unfinished.get(request_id)
+        group = self._queues.by_id.get(request_id)
         if group is not None:
             for sequence in list(group.sequences):
                 self.finish(group, sequence, SequenceStatus.FINISHED_ABORTED)
@@ -239,17 +227,12 @@ class Scheduler:
         for group in groups:
             group.decode = None
             for sequence in group.sequences:
-                sequence.status = SequenceStatus.WAITING
                 sequence.num_computed_tokens = 0
         self.block_manager.clear()
         if self._proposer is not None:
             self._proposer.clear()
         self._pace = PromptPace(self.config.max_num_batched_tokens)
-        self.running.clear()
-        self.swapped.clear()
-        self.waiting = sorted(groups, key=_order)
-        self._short_waiting = [group for group in self.waiting if not self._is_long(group)]
-        self._unfinished = {group.request_id: group for group in groups}
+        self._queues.restart(groups)
 
     def pin_prefix(self, token_ids: list[int]) -> int:
         """`PrefixCache.pin`. A sequence of max_model_len tokens must still have room beside the prefixes, and
@@ -266,7 +249,7 @@ class Scheduler:
     def _make_way(self, batch: ScheduledBatch) -> None:
         """Preempt the last running group while a group that comes before it waits for its place, for its blocks, or for
         a step that decodes do not fill."""
-        while self.running and (group := self._next_waiting()) and group.order < self.running[-1].order:
+        while self.running and (group := self._queues.next_waiting()) and group.order < self.running[-1].order:
             num_decodes = sum(len(each.sequences) for each in self.running if not each.in_prefill)
             has_place = group.max_num_sequences <= self._num_places()
             has_place &= num_decodes < self.config.max_num_batched_tokens
@@ -274,7 +257,9 @@ class Scheduler:
                 break
             self._preempt_last(batch)
 
-    def _schedule_running(self, batch: ScheduledBatch, long: _LongPrompts, budget: int) -> int:
+    def _schedule_running(
+        self, batch: ScheduledBatch, long: _LongPrompts, running: list[SequenceGroup], budget: int
+    ) -> int:
         """Decodes first, in order, so that no decode waits for a prompt. Returns what is left of the budget: nothing if
         a group has no room in the budget, because newcomers shall not pass it."""
         prefilling = []
@@ -282,7 +267,7 @@ class Scheduler:
         num_plain = -1
         block_size, add = self.block_manager.block_size, batch.sequences.append
         last_place, publishes = block_size - 1, self.block_manager.prefixes.is_on
-        for group in self.running:  # victims of preemption leave the list at its end
+        for group in running:  # victims of preemption leave the list at its end
             # The common case first: a decode that begins no block.
             decode = group.decode
             if decode is not None and budget:
@@ -307,7 +292,7 @@ class Scheduler:
         batch.num_decodes += len(batch.sequences)
         batch.num_plain = len(batch.sequences) if num_plain < 0 else num_plain
         for group in prefilling:  # none of them was preempted: victims come after the group that is looked at
-            if not self._is_long(group):
+            if not self._queues.is_long(group):
                 budget = self._add_prefill(batch, group, budget)
             elif not long.groups and batch.num_decodes and self._pace.is_due_to_measure():
                 long.groups.append(group)
@@ -327,7 +312,7 @@ class Scheduler:
                     batch.outgrown.append(group)
                 break
             batch.blocks_to_swap_in += pairs
-            self._move(group, SequenceStatus.RUNNING)
+            self._queues.move(group, SequenceStatus.RUNNING)
             num_places -= group.max_num_sequences
             has_room = (
                 self.block_manager.extend(group.sequences) if group.in_prefill else self._add_decodes(batch, group)
@@ -342,7 +327,7 @@ class Scheduler:
 
     def _admit(self, batch: ScheduledBatch, long: _LongPrompts, budget: int) -> None:
         num_places = self._num_places() if self.waiting else 0
-        while budget > 0 and (group := self._next_waiting()):
+        while budget > 0 and (group := self._queues.next_waiting()):
             if group.max_num_sequences > num_places or (self.swapped and self.swapped[0].order < group.order):
                 break
             # A group that runs alone may use the reserve as well: no other running group could need it.
@@ -355,27 +340,15 @@ class Scheduler:
                 if self.block_manager.prefixes.is_on:
                     self.num_looked_up_tokens += group.sequences[0].num_tokens
                     self.num_found_tokens += group.num_cached_tokens
-            self._move(group, SequenceStatus.RUNNING)
+            self._queues.move(group, SequenceStatus.RUNNING)
             num_places -= group.max_num_sequences
             budget = self._begin_prefill(batch, long, group, budget)
 
     def _begin_prefill(self, batch: ScheduledBatch, long: _LongPrompts, group: SequenceGroup, budget: int) -> int:
-        if self._is_long(group) and group.in_prefill:  # not in prefill: all but the last tokens were in the cache
+        # Not in prefill: all but the last tokens were in the cache.
+        if self._queues.is_long(group) and group.in_prefill:
             return self._keep_share(long, group, budget)
         return self._add_prefill(batch, group, budget)
-
-    def _next_waiting(self) -> SequenceGroup | None:
-        """The first waiting group that may be let in. A long prompt may not, while another one is in prefill: it would
-        hold blocks for nothing, and miss the blocks that the other is about to fill, if both begin alike."""
-        if not self.waiting or not self._is_long(self.waiting[0]):
-            return self.waiting[0] if self.waiting else None
-        long = next((group for group in self.running if group.in_prefill and self._is_long(group)), None)
-        if long is None or self.waiting[0].order < long.order:
-            return self.waiting[0]
-        return self._short_waiting[0] if self._short_waiting else None
-
-    def _is_long(self, group: SequenceGroup) -> bool:
-        return sum(sequence.num_tokens for sequence in group.sequences) > self.config.max_num_batched_tokens
 
     def _keep_share(self, long: _LongPrompts, group: SequenceGroup, budget: int) -> int:
         """Count the group among the step's long prompts. For the first that can run, a share of the budget is kept, at
@@ -393,7 +366,7 @@ class Scheduler:
         """Beside other sequences, long prompts run with their share; alone, with all that a second has room for."""
         if not long.groups:
             return
-        long.groups.sort(key=_order)
+        long.groups.sort(key=place_of)
         num_others = batch.num_tokens
         self._pace.observe_passing(num_others - batch.num_decodes)
         num_tokens = long.num_tokens if num_others else self._pace.alone
@@ -548,33 +521,9 @@ class Scheduler:
         else:
             batch.blocks_to_swap_out += pairs
             self.num_swaps += 1
-        self._move(group, SequenceStatus.WAITING if pairs is None else SequenceStatus.SWAPPED)
+        self._queues.move(group, SequenceStatus.WAITING if pairs is None else SequenceStatus.SWAPPED)
         group.num_preemptions += 1
         batch.preempted.append(group)
-
-    def _move(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        self._leave_queue(group, group.sequences[0].status)
-        for sequence in group.sequences:
-            sequence.status = status
-        self._enter_queue(group, status)
-
-    def _enter_queue(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        insort(self._queue_of(status), group, key=_order)
-        if status is SequenceStatus.WAITING and not self._is_long(group):
-            insort(self._short_waiting, group, key=_order)
-
-    def _leave_queue(self, group: SequenceGroup, status: SequenceStatus) -> None:
-        queue = self._queue_of(status)
-        del queue[bisect_left(queue, group.order, key=_order)]
-        if status is SequenceStatus.WAITING:
-            place = bisect_left(self._short_waiting, group.order, key=_order)
-            if self._short_waiting[place : place + 1] == [group]:
-                del self._short_waiting[place]
-
-    def _queue_of(self, status: SequenceStatus) -> list[SequenceGroup]:
-        if status is SequenceStatus.RUNNING:
-            return self.running
-        return self.swapped if status is SequenceStatus.SWAPPED else self.waiting
 
     def _check_width(self, group: SequenceGroup) -> None:
         """Raise ValueError unless all sequences of the group can run at once, in a step of one token each."""
@@ -594,7 +543,3 @@ class Scheduler:
         for limit, value in limits.items():
             if num_sequences > value:
                 raise ArgumentError(group.rules.width_argument, f"at most {value} ({limit})", num_sequences)
-
-
-def _order(group: SequenceGroup) -> tuple[int, int]:
-    return group.order

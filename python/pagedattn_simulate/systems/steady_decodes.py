@@ -181,22 +181,21 @@ class SteadyScheduler(Scheduler):
     def _place(self, batch: ScheduledBatch) -> None:
         """Nobody reads block tables here. So the batch keeps its order, in which outputs end, as steady decodes do."""
 
-    def _schedule_running(self, batch: ScheduledBatch, long: _LongPrompts, budget: int) -> int:
+    def _schedule_running(
+        self, batch: ScheduledBatch, long: _LongPrompts, running: list[SequenceGroup], budget: int
+    ) -> int:
         num_steady = len(self.steady)
         if not num_steady:
-            return super()._schedule_running(batch, long, budget)
+            return super()._schedule_running(batch, long, running, budget)
         others = self.not_steady()
         num_others = sum([len(group.sequences) for group in others])
         num_blocks = self.steady.num_blocks_for(0, 1) + num_others  # at most
         if num_steady + num_others > budget or num_blocks > self.block_manager.num_free_blocks:
             self.steady.dissolve()
-            return super()._schedule_running(batch, long, budget)
+            return super()._schedule_running(batch, long, running, budget)
         self.steady.begin_blocks()
         batch.num_decodes = num_steady
-        everyone, self.running = self.running, others
-        budget = super()._schedule_running(batch, long, budget - num_steady)
-        self.running = everyone
-        return budget
+        return super()._schedule_running(batch, long, others, budget - num_steady)
 
     def _run_long_prompts(self, batch: ScheduledBatch, long: _LongPrompts) -> None:
         if long.groups:  # how many of their tokens run depends on the whole batch

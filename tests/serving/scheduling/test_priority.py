@@ -3,7 +3,7 @@
 import pytest
 from fake_engine import FakeEngine, make_engine, ran
 
-from pagedattn_serve.scheduling import scheduler as scheduler_module
+from pagedattn_serve.scheduling import group_queues
 from pagedattn_serve.scheduling.sequence import SequenceGroup
 
 
@@ -108,7 +108,7 @@ def num_served_before(engine: FakeEngine, waiting: SequenceGroup, priority: int)
 
 @pytest.mark.parametrize("levels", [1, 3])
 def test_a_stream_of_better_ones_passes_only_so_often(monkeypatch: pytest.MonkeyPatch, levels: int) -> None:
-    monkeypatch.setattr(scheduler_module, "PLACES_PER_PRIORITY", 20)
+    monkeypatch.setattr(group_queues, "PLACES_PER_PRIORITY", 20)
     engine = make_engine(policy="priority", max_num_seqs=1)
     worse = engine.add(1, priority=0)
     num_served = num_served_before(engine, worse, -levels)
