@@ -14,6 +14,7 @@ from pagedattn_serve.structured_output import StructuredOutput
 from pagedattn_serve.vllm_arguments import sampling_arguments, takes_arguments_of_vllm
 
 MAX_LOGPROBS = 20  # of a token; the limit of OpenAI's API and vLLM's default
+MAX_LOGPROB_TOKEN_IDS = 128  # vLLM's limit
 _MAX_PENALTY = 2  # of presence and frequency penalty, either sign; OpenAI's limit
 _MAX_BIAS = 100  # of logit_bias, either sign; OpenAI's limit
 # Beyond these limits, logits in fp32 could overflow, or become zeros.
@@ -73,6 +74,9 @@ class SamplingParams:
         their negative logits; in [0.001, 1000], as CTRL's.
     include_stop_str_in_output: leave the stop string at the end of the text.
     min_tokens: before this many tokens, no end-of-sequence or stop token comes, and no stop string ends the output.
+    logprob_token_ids: token ids whose log probabilities to report at each position, beside the sampled token's and in
+        place of the most likely ones, whatever `logprobs` says; at most MAX_LOGPROB_TOKEN_IDS, kept as a tuple. Not
+        with use_beam_search.
     prompt_logprobs: as logprobs, at each position of the prompt but the first.
     logit_bias: numbers in [-100, 100] to add to the logits, a dict by token id; a key may be an int or, as in JSON, its
         digits. Kept as a tuple of pairs.
@@ -87,6 +91,7 @@ class SamplingParams:
     structured_output: a form that the output follows: only tokens that the form allows can come, and at the end of the
         form only an end-of-sequence token. Whatever else ends the output may cut the form short. Not with
         use_beam_search or ignore_eos.
+    reports_logprobs: not an argument: whether logprobs or logprob_token_ids ask for some.
     changes_logits: not an argument: whether anything but structured_output changes the logits before the temperature.
 
     vLLM's structured_outputs is structured_output. Another argument of vLLM's may be given if its value means what
@@ -122,6 +127,8 @@ class SamplingParams:
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_output: StructuredOutput | None = None
+    logprob_token_ids: list[int] | tuple[int, ...] | None = None
+    reports_logprobs: bool = field(init=False, repr=False, compare=False)
     changes_logits: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -138,6 +145,11 @@ class SamplingParams:
         self._keep("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        self._keep("logprob_token_ids", _token_ids("logprob_token_ids", self.logprob_token_ids))
+        if len(self.token_ids_to_report) > MAX_LOGPROB_TOKEN_IDS:
+            expected = f"at most {MAX_LOGPROB_TOKEN_IDS} token ids"
+            raise ArgumentError("logprob_token_ids", expected, len(self.token_ids_to_report))
+        self._keep("reports_logprobs", self.logprobs is not None or bool(self.token_ids_to_report))
         check_float("presence_penalty", self.presence_penalty, -_MAX_PENALTY, _MAX_PENALTY)
         check_float("frequency_penalty", self.frequency_penalty, -_MAX_PENALTY, _MAX_PENALTY)
         check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
@@ -183,6 +195,8 @@ class SamplingParams:
             error = ArgumentError if isinstance(self.early_stopping, str) else ArgumentTypeError
             raise error("early_stopping", 'True, False or "never"', f"{shown(self.early_stopping)} of type {kind}")
         if check_bool("use_beam_search", self.use_beam_search):
+            if self.token_ids_to_report:
+                raise ArgumentError("logprob_token_ids", "none with use_beam_search", list(self.token_ids_to_report))
             if not self.greedy:
                 raise ArgumentError("temperature", "0, as use_beam_search draws nothing", self.temperature)
             for name, default in (("top_p", (1,)), ("top_k", (-1, 0)), ("min_p", (0,))):
@@ -229,7 +243,7 @@ class SamplingParams:
         """Whether the most likely token is taken, with no randomness."""
         return self.temperature == 0
 
-    # Four of the fields, with the types that they have after construction:
+    # Five of the fields, with the types that they have after construction:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         assert isinstance(self.stop, tuple)
@@ -244,6 +258,17 @@ class SamplingParams:
     def bad_word_strings(self) -> tuple[str, ...]:
         assert isinstance(self.bad_words, tuple)
         return self.bad_words
+
+    @property
+    def token_ids_to_report(self) -> tuple[int, ...]:
+        """Empty if there are no logprob_token_ids."""
+        assert isinstance(self.logprob_token_ids, tuple)
+        return self.logprob_token_ids
+
+    @property
+    def num_most_likely(self) -> int:
+        """How many of the most likely tokens the logprobs of a position have."""
+        return 0 if self.logprob_token_ids else self.logprobs or 0
 
     @property
     def bias_of_token_ids(self) -> tuple[tuple[int, float], ...]:
@@ -262,13 +287,14 @@ class SamplingParams:
         return self.num_sequences
 
     def check_token_ids(self, vocab_size: int) -> None:
-        """Raises ValueError if logit_bias or allowed_token_ids name tokens that the model lacks, or too many."""
+        """Raises ValueError if the parameters name tokens that the model lacks, or allow more than there are."""
         num_allowed = len(self.allowed_token_ids or ())
         if num_allowed > vocab_size:
             raise ArgumentError("allowed_token_ids", f"at most {vocab_size} token ids, the vocabulary", num_allowed)
         for name, token_ids in (
             ("logit_bias", [token_id for token_id, _ in self.bias_of_token_ids]),
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logprob_token_ids", self.token_ids_to_report),
         ):
             for token_id in token_ids:
                 check_int(name, token_id, 0, vocab_size - 1)

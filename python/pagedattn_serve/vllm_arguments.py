@@ -317,7 +317,6 @@ NONE_IS_DEFAULT = (
 )
 
 SAMPLING_ARGUMENTS = {
-    **_group("ask for logprobs, which are of the most likely tokens", logprob_token_ids=()),
     **_group("ask for prompt_logprobs", prompt_logprob_token_ids=(), prompt_logprob_start=(0,)),
     **_group("read the logprobs as mappings", flat_logprobs=(False,)),
     **_group("join the tokens' texts yourself (Logprob.decoded_token)", spaces_between_special_tokens=(True,)),

@@ -29,9 +29,9 @@ class SamplerOutput:
     """One token for each row, and its logprob: the fp32 log-softmax of the logits before they are changed.
 
     logprobs: NaN for a row with no token to choose: its logits are no numbers, or `errors` says why.
-    top_logprobs: for a row with `params.logprobs`, by token id: first the sampled token (with num_candidates, all
-        candidates), then as many most likely tokens, most likely first. Tokens of probability 0 are left out. Equally
-        likely tokens share a rank. None for other rows.
+    top_logprobs: for a row that reports logprobs, by token id: first the sampled token (with num_candidates, all
+        candidates), then those of `logprob_token_ids`, or as many most likely tokens as asked for, most likely first.
+        Most likely tokens of probability 0 are left out. Equally likely tokens share a rank. None for other rows.
     candidates: for a row with num_candidates, that many most likely tokens with their log probabilities, most likely
         first, without tokens of probability 0. params and rules change the fp32 log-softmax of such a row, as in
         Hugging Face's beam search, and its token id means nothing. None for other rows.
@@ -73,7 +73,7 @@ class Sampler:
                 changed.append(i)
             if row.matcher is not None:
                 structured.append(i)
-            if row.sampling_params.logprobs is not None:
+            if row.sampling_params.reports_logprobs:
                 reporting.append(i)
         unchanged = _LogprobsOfRows(logits, sorted({*searching, *changed, *structured, *reporting}))
         if changed:
@@ -89,13 +89,15 @@ class Sampler:
             columns.append((logits.gather(1, token_ids) > -torch.inf).int())
         if reporting:
             indices = _to_device(reporting, torch.int64, logits.device)
-            counts = [rows[i].sampling_params.logprobs or 0 for i in reporting]
-            ranked = _rank(unchanged.of(reporting), token_ids.index_select(0, indices), max(counts))
+            asked = [rows[i].sampling_params for i in reporting]
+            counts = [params.num_most_likely for params in asked]
+            given = _with_asked(token_ids.index_select(0, indices), asked)
+            ranked = _rank(unchanged.of(reporting), given, max(counts))
         # All of the work is under way before the first wait. Ids and logprobs come as one tensor.
         host = torch.cat(columns, dim=1).cpu()
         output.token_ids, output.logprobs = host[:, 0].tolist(), host[:, 1].view(torch.float32).tolist()
         if reporting:
-            for i, entries in zip(reporting, _reports(ranked, 1, counts), strict=True):
+            for i, entries in zip(reporting, _reports(ranked, given.shape[1], counts), strict=True):
                 output.top_logprobs[i] = entries
         if changed or structured:
             for i in host[:, 2].logical_not().nonzero()[:, 0].tolist():
@@ -281,6 +283,16 @@ def _changed(rows: list[SamplingState]) -> list[int]:
     return [i for i, row in enumerate(rows) if _changes(row)]
 
 
+def _with_asked(token_ids: Tensor, params: list[SamplingParams]) -> Tensor:
+    """The sampled token ids, int64 [num_rows, 1], and behind them those of each row's `logprob_token_ids`. Rows with
+    fewer have the sampled one again."""
+    asked = [each.token_ids_to_report for each in params]
+    if not (width := max(map(len, asked))):
+        return token_ids
+    padded = _to_device([[*ids, *[-1] * (width - len(ids))] for ids in asked], torch.int64, token_ids.device)
+    return torch.cat([token_ids, torch.where(padded < 0, token_ids, padded)], dim=1)
+
+
 def _rank(logprobs: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
     """Ids, ranks and logprobs (as bits) of some tokens of each row; ids and logprobs of the most likely tokens.
 
@@ -335,6 +347,6 @@ def _most_likely(token_ids: list[int], logprobs: list[float]) -> dict[int, Logpr
     return entries
 
 
-def _to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _to_device(values: list[int] | list[float] | list[list[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
     # Not torch.tensor(values, device=device), which waits for all that the device has to do.
     return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)

@@ -164,7 +164,7 @@ class Completion:
             text[self._num_told_characters : end],
             sequence.output_token_ids[num_told:],
             self.cumulative_logprob,
-            None if params.logprobs is None else [*self.logprobs[num_told:]],
+            [*self.logprobs[num_told:]] if params.reports_logprobs else None,
             finish_reason,
             self._stop_reason,
         )

@@ -381,6 +381,25 @@ def test_half_precision_logits(dtype: torch.dtype) -> None:
         assert entry.rank == 1 + (logits[0] > logits[0, token_id]).sum()
 
 
+def test_logprobs_of_named_tokens() -> None:
+    """First the sampled token, then these in their order, with their ranks among all; whatever other rows ask for."""
+    logits = torch.stack([LOGITS, LOGITS.flip(0), LOGITS])
+    rows = [
+        row_of(SamplingParams(temperature=0, logprob_token_ids=[4, 3, 0, 4], logprobs=2)),
+        row_of(SamplingParams(temperature=0, logprobs=2)),
+        row_of(SamplingParams(temperature=0, logprob_token_ids=[2])),
+    ]
+    first, second, third = Sampler(0).sample(logits, rows).top_logprobs
+    assert first is not None and second is not None and third is not None
+    expected = LOGITS.log_softmax(dim=-1).tolist()
+    assert list(first.items()) == [(i, Logprob(expected[i], rank)) for i, rank in ((3, 1), (4, 6), (0, 5))]
+    assert list(third.items()) == [(i, Logprob(expected[i], rank)) for i, rank in ((3, 1), (2, 3))]
+    assert list(second) == [2, 4]
+    for row, together in zip(rows, (first, second, third), strict=True):
+        [alone] = Sampler(0).sample(logits[1:2] if row is rows[1] else LOGITS[None].clone(), [row]).top_logprobs
+        assert alone == together
+
+
 def test_logprobs_are_the_model_s() -> None:
     """Before temperature and restrictions, for drawn and for most likely tokens, asked for or not."""
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)) * 3

@@ -160,6 +160,8 @@ def test_edges_are_taken(kwargs: dict[str, Any]) -> None:
         ("bad_words", ["a", ""]),
         ("allowed_token_ids", []),
         ("allowed_token_ids", [3, -1]),
+        ("logprob_token_ids", [3, -1]),
+        ("logprob_token_ids", [3] * 129),
     ],
 )
 def test_wrong_value(name: str, value: Any) -> None:
@@ -214,6 +216,7 @@ def test_wrong_value(name: str, value: Any) -> None:
         ("skip_special_tokens", 1),
         ("allowed_token_ids", 3),
         ("allowed_token_ids", [3.0]),
+        ("logprob_token_ids", 3),
         ("logits_processors", print),
         ("logits_processors", [3]),
         ("logits_processors", [lambda logits: logits]),
@@ -239,6 +242,7 @@ BEAMS: dict[str, Any] = {"temperature": 0, "n": 2, "use_beam_search": True}
         (BEAMS | {"temperature": 1}, "temperature: expected 0, as use_beam_search draws nothing, got 1"),
         (BEAMS | {"top_p": 0.9}, "top_p: expected 1, as use_beam_search draws nothing, got 0.9"),
         (BEAMS | {"top_k": 5}, "top_k: expected -1, as use_beam_search draws nothing, got 5"),
+        (BEAMS | {"logprob_token_ids": [1]}, r"logprob_token_ids: expected none with use_beam_search, got \[1\]"),
         (BEAMS | {"min_p": 0.1}, "min_p: expected 0, as use_beam_search draws nothing, got 0.1"),
         (BEAMS | {"n": 1}, "best_of: expected a beam width of 2 at least with use_beam_search, as one of width 1 is"),
         ({"detokenize": False, "stop": "end"}, r"detokenize: expected True, as stop strings \('end',\) are looked for"),
@@ -294,7 +298,7 @@ def test_what_changes_logits(kwargs: dict[str, Any]) -> None:
 
 def test_token_ids_that_the_model_does_not_have() -> None:
     SamplingParams(logit_bias={9: 1}, allowed_token_ids=[0, 9]).check_token_ids(10)
-    for name, value in (("logit_bias", {10: 1}), ("allowed_token_ids", [0, 10])):
+    for name, value in (("logit_bias", {10: 1}), ("allowed_token_ids", [0, 10]), ("logprob_token_ids", [0, 10])):
         with pytest.raises(ValueError, match=rf"^{name}: expected an int in \[0, 9\], got 10"):
             SamplingParams(**{name: value}).check_token_ids(10)
     with pytest.raises(ValueError, match=r"^allowed_token_ids: expected at most 10 token ids, the vocabulary, got 11"):

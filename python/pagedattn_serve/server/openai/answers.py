@@ -122,7 +122,7 @@ class Answer:
     def takes_long(self) -> bool:
         """Whether `whole` takes long."""
         params = self.job.params
-        return self.shows_token_ids or params.logprobs is not None or params.prompt_logprobs is not None
+        return self.shows_token_ids or params.reports_logprobs or params.prompt_logprobs is not None
 
     def chunks(self, jobs: JobRunner, options: StreamOptions | None) -> "JobChunks":
         return JobChunks(jobs, self, options)

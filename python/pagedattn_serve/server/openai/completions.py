@@ -152,12 +152,12 @@ class CompletionAnswer(Answer):
                 index += 1
 
     def _begin(self, place: int, output: RequestOutput) -> _Beginning:
-        body, prompt, params = self._body, self.job.prompts[place], self.job.params
+        body, prompt = self._body, self.job.prompts[place]
         text = (prompt.text or "") if body.echo else ""
         if body.logprobs is None:
             return _Beginning(text, None, None)
         as_ids = bool(body.return_tokens_as_token_ids)
-        form = CompletionLogprobsFormat(self._token_names, body.logprobs, params.skip_special_tokens, as_ids)
+        form = CompletionLogprobsFormat(self._token_names, body.logprobs, self.job.params, as_ids)
         logprobs = form.add_prompt(text, prompt.token_ids, output.prompt_logprobs or []) if body.echo else None
         return _Beginning(text, logprobs, form)
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field,
 
 from pagedattn_serve.output_parsing.tool_format import NAME_PATTERN
 from pagedattn_serve.sampling_params import (
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_LOGPROBS,
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
@@ -236,6 +237,9 @@ class SamplingBody(Body):
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprob_token_ids: Annotated[TokenIds, Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = Field(
+        None, description="the tokens whose logprobs are reported, beside the sampled one; with logprobs"
+    )
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = Field(
         None, description="without effect; false is refused beside skip_special_tokens false"
@@ -372,6 +376,8 @@ def _params(
     """Parameters from the body, or else from the model's defaults. chosen: the fields that the endpoint decides."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "prompt_logprobs: expected none with stream", param="prompt_logprobs")
+    if body.logprob_token_ids and (body.logprobs is None or body.logprobs is False):
+        raise ApiError(400, "logprob_token_ids: expected none unless logprobs is given", param="logprob_token_ids")
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options: expected none without stream", param="stream_options")
     if body.spaces_between_special_tokens is False and body.skip_special_tokens is False:

@@ -54,14 +54,15 @@ class CompletionLogprobsFormat:
     """The format of completions: four lists, with the place of each token in the text.
 
     The place of a token is the length of the text before it. Tokens that are parts of one character have one place.
-    num_top: how many of the most likely tokens were asked for. skips_special_tokens: whether the output does.
+    num_top: how many of the most likely tokens were asked for. params: those of the output.
     as_ids: whether the names of tokens are their ids.
     """
 
-    def __init__(self, names: TokenNames, num_top: int, skips_special_tokens: bool, as_ids: bool = False) -> None:
+    def __init__(self, names: TokenNames, num_top: int, params: SamplingParams, as_ids: bool = False) -> None:
         self._names = names
         self._num_top = num_top
-        self._skips_special_tokens = skips_special_tokens
+        self._num_top_of_output = _num_top_of(params, num_top)
+        self._skips_special_tokens = params.skip_special_tokens
         self._as_ids = as_ids
         self._offset = 0
 
@@ -78,7 +79,7 @@ class CompletionLogprobsFormat:
             else:
                 name = each[token_id].decoded_token or ""
             is_in = is_in_text(self._names, token_id, text, self._offset)
-            self._add(result, token_id, name, each, is_in)
+            self._add(result, token_id, name, each, self._num_top, is_in)
         self._offset = len(text)  # the text may have spaces or capitals that the tokenizer does not keep
         return result
 
@@ -86,22 +87,24 @@ class CompletionLogprobsFormat:
         result = _no_logprobs()
         for token_id, each in zip(completion.token_ids, completion.logprobs or [], strict=True):
             is_in = not (self._skips_special_tokens and token_id in self._names.special_texts)
-            self._add(result, token_id, each[token_id].decoded_token or "", each, is_in)
+            self._add(result, token_id, each[token_id].decoded_token or "", each, self._num_top_of_output, is_in)
         return result
 
-    def _add(self, result: CompletionLogprobs, token_id: int, name: str, entries: Entries | None, is_in: bool) -> None:
+    def _add(
+        self, result: CompletionLogprobs, token_id: int, name: str, entries: Entries | None, num_top: int, is_in: bool
+    ) -> None:
         result["text_offset"].append(self._offset)
         result["tokens"].append(_id_name(token_id) if self._as_ids else name)
         result["token_logprobs"].append(None if entries is None else _finite(entries[token_id].logprob))
-        result["top_logprobs"].append(None if entries is None else self._top(token_id, entries))
+        result["top_logprobs"].append(None if entries is None else self._top(token_id, entries, num_top))
         if is_in:
             self._offset += len(name)
 
-    def _top(self, token_id: int, entries: Entries) -> dict[str, float]:
+    def _top(self, token_id: int, entries: Entries, num_top: int) -> dict[str, float]:
         """The token itself and the likeliest ones by name. If several have one name, it is the token's or else the
         likeliest one's; the names of the others are their ids."""
         top: dict[str, float] = {}
-        for each_id, entry in _with_likeliest(token_id, entries, self._num_top).items():
+        for each_id, entry in _with_likeliest(token_id, entries, num_top).items():
             name = entry.decoded_token or ""
             if self._as_ids or name in top:
                 name = _id_name(each_id)
@@ -118,7 +121,7 @@ class ChatLogprobsFormat:
 
     def __init__(self, names: TokenNames, num_top: int, params: SamplingParams, as_ids: bool = False) -> None:
         self._names = names
-        self._num_top = num_top
+        self._num_top = _num_top_of(params, num_top)
         self._params = params
         self._as_ids = as_ids
 
@@ -173,6 +176,11 @@ def prompt_logprobs(output: RequestOutput, num_top: int) -> PromptLogprobs:
             }
         )
     return result
+
+
+def _num_top_of(params: SamplingParams, num_top: int) -> int:
+    """How many entries to show of a token of the output: with `logprob_token_ids` all of them, the token's own too."""
+    return len(params.token_ids_to_report) + 1 if params.token_ids_to_report else num_top
 
 
 def _likeliest(entries: Entries, num_top: int) -> list[tuple[int, Logprob]]:

@@ -90,6 +90,14 @@ def test_bytes_of_the_tokens_are_those_of_the_answer(client: Any, fields: dict[s
     assert all(each["bytes"] is not None for token in content for each in token["top_logprobs"])
 
 
+def test_logprobs_of_named_tokens(client: Any) -> None:
+    body = {"messages": MESSAGES, "temperature": 0, "logprobs": True, "return_tokens_as_token_ids": True}
+    [choice] = client.answer(PATH, logprob_token_ids=[5, 6], max_tokens=3, **body)["choices"]
+    for token in choice["logprobs"]["content"]:
+        assert {each["token"] for each in token["top_logprobs"]} == {"token_id:5", "token_id:6", token["token"]}
+        assert token["top_logprobs"] == sorted(token["top_logprobs"], key=lambda each: -each["logprob"])
+
+
 def test_no_top_logprobs_where_none_are_asked_for(client: Any) -> None:
     [choice] = client.answer(PATH, messages=MESSAGES, temperature=0, logprobs=True, max_tokens=2)["choices"]
     assert [token["top_logprobs"] for token in choice["logprobs"]["content"]] == [[], []]

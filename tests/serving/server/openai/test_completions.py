@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from pagedattn_serve.engine import LLMEngine
 from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.errors import JSONResponse
 from pagedattn_serve.server.openai import logprobs
 from pagedattn_serve.server.openai.answers import response_of
@@ -231,12 +232,32 @@ def test_as_many_logprobs_as_were_asked_for(client: Any, num_top: int) -> None:
         3: Logprob(-2.0, 2, "c"),
         4: Logprob(-2.0, 2, "d"),
     }
-    form = logprobs.CompletionLogprobsFormat(TokenNames(client.engine.texts.tokenizer), num_top, False)
+    form = logprobs.CompletionLogprobsFormat(TokenNames(client.engine.texts.tokenizer), num_top, SamplingParams())
     [top] = form.add(CompletionOutput(0, "came", [7], 0.0, [entries], None))["top_logprobs"]
     assert top is not None and list(top) == ["came", "a", "b", "c"][: num_top + 1]
     output = RequestOutput("id", None, [5, 7], [], True, RequestMetrics(0.0), prompt_logprobs=[None, entries])
     [_, found] = logprobs.prompt_logprobs(output, num_top)
     assert found is not None and list(found) == ["7", "1", "2", "3"][: num_top + 1]
+
+
+def test_logprobs_of_named_tokens(client: Any) -> None:
+    """Of these and of the token that came, as vLLM has them; the prompt's are of the likeliest nevertheless."""
+    as_ids = {"return_tokens_as_token_ids": True, "temperature": 0, "max_tokens": 2}
+    [plain] = client.answer(PATH, prompt="a", logprobs=20, **as_ids)["choices"]
+    likeliest = [list(top.items()) for top in plain["logprobs"]["top_logprobs"]]
+    (first, _), (second, logprob) = likeliest[0][:2]
+    asked = [int(second.removeprefix("token_id:")), 7, 7]
+    [choice] = client.answer(PATH, prompt="a", logprobs=3, logprob_token_ids=asked, echo=True, **as_ids)["choices"]
+    *of_prompt, top, other = choice["logprobs"]["top_logprobs"]
+    assert list(top) == list(dict.fromkeys([first, second, "token_id:7"])) and top[second] == logprob
+    assert set(other) == {likeliest[1][0][0], second, "token_id:7"}
+    assert all(3 <= len(each) <= 4 for each in of_prompt[1:])
+    chunks = client.events(PATH, prompt="a", logprobs=0, logprob_token_ids=asked, **as_ids)
+    streamed = [top for chunk in chunks for top in (chunk["choices"][0]["logprobs"] or {}).get("top_logprobs", [])]
+    assert streamed == [top, other]
+    for fields in ({"logprob_token_ids": [5], "use_beam_search": True, "n": 2}, {"logprob_token_ids": [10**6]}):
+        status, blamed, _ = client.error(PATH, prompt="a", logprobs=1, **fields)
+        assert (status, blamed) == (400, "logprob_token_ids")
 
 
 def test_echoed_logprobs_score_a_text(demo: Any) -> None:
