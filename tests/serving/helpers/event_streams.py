@@ -36,10 +36,12 @@ def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
                 items[-1]["content"].append(event["part"])
             case "output_text.delta" | "reasoning_text.delta":
                 items[-1]["content"][0]["text"] += event["delta"]
+                items[-1]["content"][0].get("logprobs", []).extend(event.get("logprobs", []))
             case "function_call_arguments.delta":
                 items[-1]["arguments"] += event["delta"]
             case "output_text.done" | "reasoning_text.done":
                 assert event["text"] == items[-1]["content"][0]["text"]
+                assert event.get("logprobs") == items[-1]["content"][0].get("logprobs")
             case "function_call_arguments.done":
                 assert (event["name"], event["arguments"]) == (items[-1]["name"], items[-1]["arguments"])
             case "content_part.done":

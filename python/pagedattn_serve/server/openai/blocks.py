@@ -3,7 +3,8 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from fastapi import Request
@@ -11,14 +12,22 @@ from starlette.responses import Response
 
 from pagedattn_serve.output_parsing.events import CallArguments, CallBegin, Content, Event, Reasoning
 from pagedattn_serve.output_parsing.output_format import Turn
-from pagedattn_serve.outputs import RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, RequestOutput
 from pagedattn_serve.server.http.errors import ApiError, JSONResponse, encode_json, last_events, to_utf8
 from pagedattn_serve.server.http.event_stream import EventStream, SendEvents, while_connected
 from pagedattn_serve.server.openai.jobs import Job
+from pagedattn_serve.server.openai.logprobs import ChatLogprobsFormat, TokenLogprob
 from pagedattn_serve.server.openai.service import Service
 
 Kind = Literal["thought", "text", "call"]
 Fields = dict[str, Any]
+
+
+class Piece(NamedTuple):
+    """What a piece of an output says, and the logprobs of its tokens, if they are asked for."""
+
+    events: list[Event]
+    logprobs: list[TokenLogprob]
 
 
 class OutputEnd(NamedTuple):
@@ -46,19 +55,34 @@ class BlockWriter(ABC):
 
     def __init__(self) -> None:
         self._open: Kind | None = None
+        self._logprobs: list[TokenLogprob] = []  # of tokens since the last text that was told
 
-    def write(self, events: Iterable[Event]) -> list[Fields]:
+    def write(self, pieces: Iterable[Piece]) -> list[Fields]:
         """Go on with what a parser says."""
         written: list[Fields] = []
-        for event in events:
-            kind, name, text = _read(event)
-            if kind != self._open or name:
-                written += self.close()
-                self._open = kind
-                written += self._begin(kind, name)
-            if text:
-                written += self._extend(kind, text)
+        for piece in pieces:
+            self._logprobs += piece.logprobs
+            for event in piece.events:
+                kind, name, text = _read(event)
+                if kind != self._open or name:
+                    written += self.close()
+                    self._open = kind
+                    written += self._begin(kind, name)
+                if text:
+                    written += self._extend(kind, text, self._take_logprobs(len(text)))
         return written
+
+    def _take_logprobs(self, num_characters: int) -> list[TokenLogprob]:
+        """Those of the text that is told now, which is the last that was read; without the tokens of marks before it,
+        and without tokens that the text leaves out."""
+        taken: list[TokenLogprob] = []
+        while self._logprobs and (num_characters > 0 or not _num_characters(self._logprobs[-1])):
+            token = self._logprobs.pop()
+            num_characters -= _num_characters(token)
+            if token["bytes"]:
+                taken.append(token)
+        self._logprobs.clear()
+        return taken[::-1]
 
     def close(self, is_cut: bool = False) -> list[Fields]:
         """End the block that is open, if one is. is_cut: whether the output ends within it."""
@@ -86,7 +110,7 @@ class BlockWriter(ABC):
         """name: of the function, if the block is a call."""
 
     @abstractmethod
-    def _extend(self, kind: Kind, text: str) -> list[Fields]: ...
+    def _extend(self, kind: Kind, text: str, logprobs: list[TokenLogprob]) -> list[Fields]: ...
 
     @abstractmethod
     def _end(self, kind: Kind, is_cut: bool) -> list[Fields]: ...
@@ -106,28 +130,47 @@ def _read(event: Event) -> tuple[Kind, str, str]:
 
 
 class OutputReader:
-    """Reads the deltas of the one output of a job. turn: None if the output is text alone."""
+    """Reads the deltas of the one output of a job.
 
-    def __init__(self, turn: Turn | None) -> None:
+    turn: None if the output is text alone. logprobs: their form; None if none are asked for.
+    """
+
+    def __init__(self, turn: Turn | None, logprobs: ChatLogprobsFormat | None = None) -> None:
         self._parser = None if turn is None else turn.parser()
+        self._logprobs = logprobs
+        self._text = ""  # that is not in a piece yet; the same of the tokens
+        self._tokens: deque[TokenLogprob] = deque()
         self._token_ids: list[int] = []
         self._num_cached_tokens = 0
         self._finish_reason: str | None = None
         self._stop_reason: int | str | None = None
 
-    def read(self, output: RequestOutput) -> list[Event]:
+    def read(self, output: RequestOutput) -> list[Piece]:
         self._num_cached_tokens = output.num_cached_tokens or 0
-        events: list[Event] = []
+        pieces: list[Piece] = []
         for completion in output.outputs:  # there is one, or none without news
             self._token_ids += completion.token_ids
             self._finish_reason, self._stop_reason = completion.finish_reason, completion.stop_reason
-            if self._parser is not None:
-                events += self._parser.feed(completion.text)
-            elif completion.text:
-                events.append(Content(completion.text))
+            for text, logprobs in self._cut(completion):
+                events: list[Event] = [Content(text)] if text else []
+                pieces.append(Piece(events if self._parser is None else self._parser.feed(text), logprobs))
             if self._parser is not None and completion.finish_reason is not None:
-                events += self._parser.finish()
-        return events
+                pieces.append(Piece(self._parser.finish(), []))
+        return pieces
+
+    def _cut(self, completion: CompletionOutput) -> Iterator[tuple[str, list[TokenLogprob]]]:
+        """The new text. With logprobs it is cut into the texts of its tokens, so that each is told with its own."""
+        if self._logprobs is None:
+            yield completion.text, []
+            return
+        self._tokens += self._logprobs.add(completion)["content"]
+        text, begin = self._text + completion.text, 0
+        while self._tokens and (end := begin + _num_characters(self._tokens[0])) <= len(text):
+            yield text[begin:end], [self._tokens.popleft()]
+            begin = end
+        self._text = text[begin:]
+        if completion.finish_reason is not None and self._text:  # a stop string has cut the token
+            yield self._text, [self._tokens[0]] if self._tokens else []
 
     async def end(self, job: Job, service: Service) -> OutputEnd:
         num_thought_tokens = 0
@@ -144,6 +187,11 @@ class OutputReader:
         )
 
 
+def _num_characters(token: TokenLogprob) -> int:
+    """How long the text is that a token adds. A special token that the text leaves out has a name, and no bytes."""
+    return len(token["token"]) if token["bytes"] else 0
+
+
 class BlockAnswer:
     """The answer to a job with one output. done: called with the whole answer before its last event is sent."""
 
@@ -157,7 +205,7 @@ class BlockAnswer:
     ) -> None:
         self._job = job
         self._service = service
-        self._reader = OutputReader(turn)
+        self._reader = OutputReader(turn, _logprobs_of(job, service))
         self._writer = writer
         self._done = done
         self._has_begun = False
@@ -168,9 +216,15 @@ class BlockAnswer:
             return EventStream(self._send_all, self._writer.done, self._writer.fail)
         [output] = await while_connected(request.receive, self._service.jobs.outputs(self._job))
         self._start(output)
-        self._writer.write(self._reader.read(output))
+        self._writer.write(await self._read(output))
         await self._finish()
         return JSONResponse(self._writer.answer())
+
+    async def _read(self, output: RequestOutput) -> list[Piece]:
+        """As the reader reads: logprobs in another thread, as an output may have many."""
+        if not self._job.params.reports_logprobs:
+            return self._reader.read(output)
+        return await asyncio.to_thread(self._reader.read, output)
 
     def _start(self, output: RequestOutput) -> list[Fields]:
         self._has_begun = True
@@ -186,12 +240,18 @@ class BlockAnswer:
 
         async def take(_: int, output: RequestOutput) -> None:
             events = [] if self._has_begun else self._start(output)
-            if events := events + self._writer.write(self._reader.read(output)):
+            if events := events + self._writer.write(await self._read(output)):
                 await send(encode_events(events))
 
         # An output that comes again from its beginning is refused once the client has seen something of it.
         await self._service.jobs.run(self._job, take, lambda _: not self._has_begun)
         await send(encode_events(await self._finish()))
+
+
+def _logprobs_of(job: Job, service: Service) -> ChatLogprobsFormat | None:
+    if not job.params.reports_logprobs:
+        return None
+    return ChatLogprobsFormat(service.token_names, job.params.num_most_likely, job.params)
 
 
 def encode_events(events: Iterable[Fields]) -> bytes:

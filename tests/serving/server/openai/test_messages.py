@@ -16,7 +16,7 @@ from pagedattn_serve.output_parsing.output_format import output_format
 from pagedattn_serve.output_parsing.tool_format import ToolUse
 from pagedattn_serve.server.http.errors import ApiError, encode_json, last_events
 from pagedattn_serve.server.http.logs import RequestContext, current_request
-from pagedattn_serve.server.openai.blocks import OutputEnd
+from pagedattn_serve.server.openai.blocks import OutputEnd, Piece
 from pagedattn_serve.server.openai.messages.events import MessageWriter
 from pagedattn_serve.server.openai.messages.routes import Message
 
@@ -311,7 +311,7 @@ def test_a_number_of_a_call_that_no_answer_can_be_written_with() -> None:
     writer = MessageWriter("msg_1", "m", [], 10, of_calls)
     writer.start(1, 0)
     text = '<tool_call>{"name": "get_weather", "arguments": {"far": [1e999, -1e999], "near": 1e300}}</tool_call>'
-    writer.write(parser.feed(text) + parser.finish())
+    writer.write([Piece(parser.feed(text) + parser.finish(), [])])
     writer.finish(OutputEnd("stop", None, 1, 0, 5, 0))
     [call] = json.loads(encode_json(writer.answer()))["content"]
     assert call["input"] == {"far": [None, None], "near": 1e300}

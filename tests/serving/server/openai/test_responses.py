@@ -73,6 +73,39 @@ def test_a_text(client: Any, stream: bool) -> None:
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(demo: Any, stream: bool) -> None:
+    """Those of the tokens that make the text, which are the tokens of the same chat."""
+    body: dict[str, Any] = {"temperature": 0, "stop": "s t"}
+    messages = [{"role": "user", "content": "A class"}]
+    chat = demo.answer("/v1/chat/completions", messages=messages, logprobs=True, top_logprobs=2, max_tokens=60, **body)
+    expected = chat["choices"][0]["logprobs"]["content"]
+    response = respond(demo, stream, input="A class", top_logprobs=2, max_output_tokens=60, **body)
+    [item] = response["output"]
+    assert item["content"][0]["text"] == chat["choices"][0]["message"]["content"]
+    told = item["content"][0]["logprobs"]
+    assert told == expected[: len(told)] and len(told) > 3
+    text = "".join(token["token"] for token in told)
+    assert text.startswith(item["content"][0]["text"]) and len(text) < len(item["content"][0]["text"]) + len("s t")
+    assert response["top_logprobs"] == 2
+    again = respond(demo, stream, input=[{"role": "user", "content": "a"}, item], max_output_tokens=1)
+    assert again["output"][0]["content"][0]["logprobs"] == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_text_behind_a_thought(tools: Any, stream: bool) -> None:
+    """Catches those of the thought, and of the mark at its end, beside the text."""
+    form = {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}
+    body = {**CALL, "tools": None, "tool_choice": None, "chat_template_kwargs": None, "text": form}
+    response = respond(tools, stream, input="Rain?", include=["message.output_text.logprobs"], **body)
+    [thought, item] = response["output"]
+    [part] = item["content"]
+    assert thought["type"] == "reasoning" and "logprobs" not in thought["content"][0]
+    assert "".join(token["token"] for token in part["logprobs"]) == part["text"] != ""
+    assert bytes(byte for token in part["logprobs"] for byte in token["bytes"]).decode() == part["text"]
+    assert all(token["top_logprobs"] == [] for token in part["logprobs"])
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -153,6 +186,8 @@ def test_what_is_kept(client: Any) -> None:
     path = f"{PATH}/{response['id']}"
     assert client.http.get(path).json() == response
     assert client.error_of(client.http.get(f"{path}?stream=true"))[:2] == (400, "stream")
+    assert client.error_of(client.http.post(f"{path}/cancel"))[:2] == (400, "response_id")
+    assert client.error_of(client.http.post(f"{PATH}/other/cancel"))[:2] == (404, "response_id")
     first = client.http.get(f"{path}/input_items?limit=2&order=asc").json()
     assert [item["content"][0]["text"] for item in first["data"]] == [BEGINNING, "b"]
     assert first["has_more"] and first["last_id"] == first["data"][-1]["id"]
@@ -414,7 +449,7 @@ def form_of(**fields: Any) -> dict[str, Any]:
         ({"input": "a", "background": 0}, "background", "background: "),
         ({"input": "a", "top_logprobs": False}, "top_logprobs", "top_logprobs: "),
         ({"input": "a", "truncation": "last"}, "truncation", "truncation: "),
-        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include", "message.output_text.logprobs"),
+        ({"input": "a", "include": ["message.input_image.image_url"]}, "include", "message.output_text.logprobs"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "conversation: "),
         ({"input": "a", "stream_options": {}}, "stream_options", "stream_options: "),
         (

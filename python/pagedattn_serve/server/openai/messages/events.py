@@ -6,6 +6,7 @@ from pydantic_core import from_json, to_json
 
 from pagedattn_serve.output_parsing.output_format import OutputFormat
 from pagedattn_serve.server.openai.blocks import BlockWriter, Fields, Kind, OutputEnd
+from pagedattn_serve.server.openai.logprobs import TokenLogprob
 
 # By the kind of a block: its type, the type of its deltas, and the field that a delta has.
 _NAMES: dict[Kind, tuple[str, str, str]] = {
@@ -69,7 +70,7 @@ class MessageWriter(BlockWriter):
         self._message["content"].append(block)
         return [{"type": "content_block_start", "index": self._index, "content_block": dict(block)}]
 
-    def _extend(self, kind: Kind, text: str) -> list[Fields]:
+    def _extend(self, kind: Kind, text: str, logprobs: list[TokenLogprob]) -> list[Fields]:
         self._pieces.append(text)
         _, delta_type, field = _NAMES[kind]
         return [self._delta(delta_type, field, text)]

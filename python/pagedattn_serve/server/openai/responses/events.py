@@ -9,6 +9,7 @@ from pagedattn_serve.output_parsing.events import is_whole
 from pagedattn_serve.output_parsing.output_format import OutputFormat
 from pagedattn_serve.server.http.errors import DONE, ApiError
 from pagedattn_serve.server.openai.blocks import BlockWriter, Fields, Kind, OutputEnd, encode_events
+from pagedattn_serve.server.openai.logprobs import TokenLogprob
 from pagedattn_serve.server.openai.responses.tools import FunctionId
 
 # By the type of an item: how its id begins.
@@ -31,6 +32,7 @@ class ResponseWriter(BlockWriter):
         self._functions = functions
         self._items: list[Fields] = []
         self._pieces: list[str] = []  # of the text of the open item
+        self._told_logprobs: list[TokenLogprob] = []  # the same
         self._num_events = 0
 
     def start(self, num_prompt_tokens: int, num_cached_tokens: int) -> list[Fields]:
@@ -65,7 +67,7 @@ class ResponseWriter(BlockWriter):
         return {**self._response, "output": list(self._items)}
 
     def _begin(self, kind: Kind, name: str) -> list[Fields]:
-        self._pieces = []
+        self._pieces, self._told_logprobs = [], []
         if kind == "call":
             call_id = self._output_format.new_call_id()
             function = self._functions.get(name, FunctionId(None, name))
@@ -80,12 +82,13 @@ class ResponseWriter(BlockWriter):
         self._items.append(item)
         events = [self._event("output_item.added", output_index=self._index, item=dict(item))]
         if kind != "call":
-            events.append(self._event("content_part.added", **self._place(kind), part=_part(kind, "")))
+            events.append(self._event("content_part.added", **self._place(kind), part=_part(kind, "", [])))
         return events
 
-    def _extend(self, kind: Kind, text: str) -> list[Fields]:
+    def _extend(self, kind: Kind, text: str, logprobs: list[TokenLogprob]) -> list[Fields]:
         self._pieces.append(text)
-        return [self._event(f"{_NAMES[kind]}.delta", **self._place(kind), delta=text, **_more(kind))]
+        self._told_logprobs += logprobs
+        return [self._event(f"{_NAMES[kind]}.delta", **self._place(kind), delta=text, **_more(kind, logprobs))]
 
     def _end(self, kind: Kind, is_cut: bool) -> list[Fields]:
         item, text = self._items[-1], "".join(self._pieces)
@@ -94,10 +97,10 @@ class ResponseWriter(BlockWriter):
             item["arguments"] = text
             events = [self._event(name, **place, name=item["name"], arguments=text)]
         else:
-            part = _part(kind, text)
+            part = _part(kind, text, self._told_logprobs)
             item["content"] = [part]
             events = [
-                self._event(name, **place, text=text, **_more(kind)),
+                self._event(name, **place, text=text, **_more(kind, self._told_logprobs)),
                 self._event("content_part.done", **place, part=part),
             ]
         item["status"] = "incomplete" if is_cut else "completed"
@@ -135,12 +138,12 @@ _NAMES: dict[Kind, str] = {
 }
 
 
-def _part(kind: Kind, text: str) -> Fields:
+def _part(kind: Kind, text: str, logprobs: list[TokenLogprob]) -> Fields:
     if kind == "thought":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _more(kind: Kind) -> Fields:
+def _more(kind: Kind, logprobs: list[TokenLogprob]) -> Fields:
     """What else the events of a text have."""
-    return {"logprobs": []} if kind == "text" else {}
+    return {"logprobs": logprobs} if kind == "text" else {}

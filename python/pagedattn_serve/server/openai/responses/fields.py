@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 
 from pagedattn_serve.config import check_text
+from pagedattn_serve.sampling_params import MAX_LOGPROBS
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.openai.fields import (
     MAX_BUDGET,
@@ -109,11 +110,13 @@ class ResponseRequest(Body):
         None, description="whether the oldest turns are dropped from what is too long"
     )
     background: bool | None = Field(None, description="true is refused")
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    # of OpenAI's, without effect
-    include: list[Literal["reasoning.encrypted_content"]] | None = Field(
-        None, description="without effect: thoughts come in the open"
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+        None, description="the logprobs of texts; encrypted_content has no effect: thoughts come in the open"
     )
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None, description="more than 0 include the logprobs of texts"
+    )
+    # of OpenAI's, without effect
     max_tool_calls: Annotated[int, Field(ge=1)] | None = Field(None, description="without effect: of built-in tools")
     user: str | None = None
     client_metadata: dict[str, Any] | None = None
@@ -142,7 +145,7 @@ class ResponseRequest(Body):
 # Fields that a chat has under the same name.
 SAME = (
     *("model", "parallel_tool_calls", "temperature", "top_p", "presence_penalty", "frequency_penalty", "service_tier"),
-    *("seed", "top_k", "min_p", "repetition_penalty", "logit_bias", "stop", "stop_token_ids"),
+    *("top_logprobs", "seed", "top_k", "min_p", "repetition_penalty", "logit_bias", "stop", "stop_token_ids"),
     *("include_stop_str_in_output", "ignore_eos"),
     *("priority", "cache_salt", "chat_template_kwargs", "thinking_token_budget"),
 )
@@ -155,6 +158,7 @@ def as_chat(body: ResponseRequest, messages: list[dict[str, Any]]) -> ChatComple
     fields = {name: getattr(body, name) for name in SAME} | {
         "messages": [*system, *messages],
         "max_tokens": body.max_output_tokens,
+        "logprobs": bool(body.top_logprobs) or "message.output_text.logprobs" in (body.include or ()),
         "tools": chat_tools(body.tools or []) or None,
         "tool_choice": chat_tool_choice(body.tool_choice),
         "response_format": None if form is None else _response_format(form),

@@ -90,7 +90,7 @@ def response_head(body: ResponseRequest, job: Job) -> Fields:
         "top_p": params.top_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "text": {"format": text, "verbosity": (body.text and body.text.verbosity) or "medium"},
         "tool_choice": tool_choice if isinstance(tool_choice, str) else _given(tool_choice),
         "tools": [_tool(tool) for tool in body.tools or [] if not isinstance(tool, WebSearchTool)],

@@ -100,6 +100,14 @@ async def delete_response(response_id: str, store: Annotated[ResponseStore, Depe
     return JSONResponse(deleted)
 
 
+@router.post("/v1/responses/{response_id}/cancel")
+async def cancel_response(response_id: str, store: Annotated[ResponseStore, Depends(store_of)]) -> Response:
+    """Refused: a response that has an id to ask with is whole."""
+    _stored(store, _key_id(), response_id, "response_id")
+    message = f"response_id: expected a response in the background, and none is made there, got {response_id!r}"
+    raise ApiError(400, message, param="response_id")
+
+
 @router.get("/v1/responses/{response_id}/input_items", response_model=ItemList)
 async def list_input_items(
     response_id: str,
