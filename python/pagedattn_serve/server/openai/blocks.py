@@ -55,7 +55,7 @@ class BlockWriter(ABC):
 
     def __init__(self) -> None:
         self._open: Kind | None = None
-        self._logprobs: list[TokenLogprob] = []  # of tokens since the last text that was told
+        self._logprobs: list[TokenLogprob] = []  # of tokens that no event was for yet
 
     def write(self, pieces: Iterable[Piece]) -> list[Fields]:
         """Go on with what a parser says."""
@@ -69,20 +69,22 @@ class BlockWriter(ABC):
                     self._open = kind
                     written += self._begin(kind, name)
                 if text:
-                    written += self._extend(kind, text, self._take_logprobs(len(text)))
+                    written += self._extend(kind, text, self._logprobs_of(len(text)))
+            if piece.events:
+                self._logprobs.clear()
         return written
 
-    def _take_logprobs(self, num_characters: int) -> list[TokenLogprob]:
-        """Those of the text that is told now, which is the last that was read; without the tokens of marks before it,
-        and without tokens that the text leaves out."""
-        taken: list[TokenLogprob] = []
-        while self._logprobs and (num_characters > 0 or not _num_characters(self._logprobs[-1])):
-            token = self._logprobs.pop()
+    def _logprobs_of(self, num_characters: int) -> list[TokenLogprob]:
+        """Those of a text that ends with the last token; without the tokens of marks before it, and without tokens that
+        the text leaves out."""
+        found: list[TokenLogprob] = []
+        for token in reversed(self._logprobs):
+            if num_characters <= 0 and _num_characters(token):
+                break
             num_characters -= _num_characters(token)
             if token["bytes"]:
-                taken.append(token)
-        self._logprobs.clear()
-        return taken[::-1]
+                found.append(token)
+        return found[::-1]
 
     def close(self, is_cut: bool = False) -> list[Fields]:
         """End the block that is open, if one is. is_cut: whether the output ends within it."""

@@ -3,7 +3,8 @@
 import copy
 import json
 from collections.abc import Callable, Iterable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from event_streams import message_of, response_of, without_ids
@@ -13,11 +14,14 @@ from tool_functions import FUNCTIONS
 
 from pagedattn_serve.output_parsing.output_format import output_format
 from pagedattn_serve.output_parsing.tool_format import ToolUse
-from pagedattn_serve.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagedattn_serve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagedattn_serve.sampling_params import SamplingParams
 from pagedattn_serve.server.http.errors import ApiError
 from pagedattn_serve.server.openai.blocks import BlockWriter, OutputEnd, OutputReader
+from pagedattn_serve.server.openai.logprobs import ChatLogprobsFormat
 from pagedattn_serve.server.openai.messages.events import MessageWriter
 from pagedattn_serve.server.openai.responses.events import ResponseWriter
+from pagedattn_serve.text.detokenizer import TokenNames
 
 FORMAT = output_format("hermes", "qwen3", "")
 TURN = FORMAT.turn("", ToolUse(FUNCTIONS))
@@ -95,6 +99,38 @@ def test_a_call_and_a_stop_string(text: str, statuses: list[str]) -> None:
     _, response = told(WRITERS["responses"][0], [text])
     assert [item["status"] for item in response["output"]] == statuses
     assert response["status"] == statuses[-1]
+
+
+TOKENS = ["<think>", "Hm", ".", "</", "think>", "A", " <", "b", "", "é", "</s>", "!"]
+
+
+@pytest.mark.parametrize("tokens", [TOKENS, [*TOKENS[:2], "".join(TOKENS[2:6]), *TOKENS[6:]]], ids=["apart", "as one"])
+@pytest.mark.parametrize("num_at_once", [1, 4, 99])
+def test_a_text_has_the_logprobs_of_its_tokens(tokens: list[str], num_at_once: int) -> None:
+    """A mark before it has others, also if one token has the end of both; what the text leaves out has none. What
+    could become a mark is told late, and with its own."""
+    names = cast(
+        TokenNames, SimpleNamespace(special_texts={10: "</s>"}, bytes_of=lambda i, name: (name or "?").encode())
+    )
+    writer, reader = (
+        ResponseWriter(HEAD, FORMAT, {}),
+        OutputReader(TURN, ChatLogprobsFormat(names, 0, SamplingParams())),
+    )
+    writer.start(5, 0)
+    ids = [10 if token == "</s>" else i for i, token in enumerate(tokens)]
+    for begin in range(0, len(tokens), num_at_once):
+        texts, end = tokens[begin : begin + num_at_once], begin + num_at_once
+        entries = [{i: Logprob(-1.0 - i, 1, text)} for i, text in zip(ids[begin:end], texts, strict=True)]
+        text = "".join(texts).replace("</s>", "")
+        reason = "length" if end >= len(tokens) else None
+        completion = CompletionOutput(0, text, ids[begin:end], 0.0, entries, reason)
+        output = RequestOutput("id", None, [5], [completion], reason is not None, RequestMetrics(0.0))
+        writer.write(reader.read(output))
+    writer.finish(END)
+    [part] = writer.answer()["output"][-1]["content"]
+    assert part["text"] == "A <bé!"
+    begin = next(i for i, token in enumerate(tokens) if "A" in token)
+    assert [token["token"] for token in part["logprobs"]] == [each for each in tokens[begin:] if each != "</s>"]
 
 
 def test_an_output_that_fails() -> None:
