@@ -122,7 +122,7 @@ class RequestLog:
             request_id_headers.append((b"request-id", context.request_id.encode()))
         started = time.monotonic()
         status = 499  # as proxies say of a client that left before there was an answer
-        is_gone = False
+        is_gone = is_whole = False
 
         async def watched_receive() -> Message:
             nonlocal is_gone
@@ -132,7 +132,8 @@ class RequestLog:
             return message
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), *request_id_headers]
@@ -147,10 +148,11 @@ class RequestLog:
             if status == 499 and not is_gone:
                 await refuse(receive, send_with_id, 500, "the server failed; its log says where", "internal_error")
         finally:
-            log_request(scope, context, status, time.monotonic() - started)
+            log_request(scope, context, status, time.monotonic() - started, is_gone and not is_whole)
 
 
-def log_request(scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
+def log_request(scope: Scope, context: RequestContext, status: int, seconds: float, has_left: bool) -> None:
+    """has_left: whether the client went away before the end of its answer."""
     is_poll = context.path in POLLED_PATHS and status < 400
     fields: dict[str, Any] = {"method": scope["method"], "path": context.path[:200], "status": status}
     if context.answer_id:
@@ -160,6 +162,8 @@ def log_request(scope: Scope, context: RequestContext, status: int, seconds: flo
     fields["seconds"] = round(seconds, 3)
     if context.key_number is not None:
         fields["key"] = context.key_number
+    if has_left:
+        fields["client_left"] = True
     logger.log(logging.DEBUG if is_poll else logging.INFO, "request", extra={"fields": fields})
 
 
@@ -289,11 +293,11 @@ class KeyCheck:
 
 
 def presented_digest(scope: Scope) -> bytes:
-    """SHA-256 of the key that a request brings. Without a key it is that of b"", which is no key. For Anthropic's API,
-    it may also come as `x-api-key: KEY`; Authorization counts first."""
+    """SHA-256 of the key that a request brings. Without a key it is that of b"", which is no key. Anthropic's clients
+    send it as `x-api-key: KEY`, to any path; Authorization counts first."""
     key = b""
     for name, value in scope["headers"]:
-        if name == b"x-api-key" and not key and is_anthropic(own_path(scope)):
+        if name == b"x-api-key" and not key:
             key = value.strip()
         if name == b"authorization":
             scheme, _, rest = value.partition(b" ")

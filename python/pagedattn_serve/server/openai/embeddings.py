@@ -62,7 +62,9 @@ class Embedding(TypedDict):
 
 
 class EmbeddingResponse(TypedDict):
+    id: str
     object: Literal["list"]
+    created: int
     data: list[Embedding]
     model: str
     usage: EmbeddingUsage
@@ -82,7 +84,9 @@ async def create_embeddings(
 
     def render() -> Response:
         response: EmbeddingResponse = {
+            "id": job.request_id,
             "object": "list",
+            "created": job.created,
             "data": [_embedding(i, output, body.encoding_format) for i, output in enumerate(outputs)],
             "model": job.model,
             "usage": usage_of(job),
@@ -105,6 +109,7 @@ async def _tokenize(body: EmbeddingRequest, service: Service) -> list[PromptToke
     if inputs and isinstance(inputs[0], int):
         inputs = [inputs]
     check_number(len(inputs), "input")
+    service.check_truncation(body.truncate_prompt_tokens)
     if isinstance(inputs[0], str):
         return await tokenize(inputs, body, service, "input", body.add_special_tokens is not False)
     for token_ids in inputs:

@@ -192,6 +192,7 @@ async def _score(
     second. Raises ApiError."""
     (first, firsts), (second, seconds) = texts.items()
     times = len(seconds) // len(firsts)
+    service.check_truncation(body.truncate_prompt_tokens)
     firsts = await _cut(firsts, body, "max_tokens_per_query", service, first)
     seconds = await _cut(seconds, body, "max_tokens_per_doc", service, second)
     if service.scores_pairs:

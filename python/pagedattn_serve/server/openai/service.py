@@ -179,10 +179,17 @@ class Service:
         if body.prompt_logprobs is not None:
             message = f"truncate_prompt_tokens: expected none with prompt_logprobs, got {most}"
             raise ApiError(400, message, param="truncate_prompt_tokens")
+        self.check_truncation(most)
         if most == -1:
             most = max(self.max_model_len - (max_tokens or 1), 1)
         kept = prompt.token_ids[:most] if body.truncation_side == "right" else prompt.token_ids[-most:]
         return PromptTokens(prompt.text, kept)
+
+    def check_truncation(self, most: int | None) -> None:
+        """Raises ApiError if a request keeps more tokens of a text than the model takes."""
+        if most is not None and most > self.max_model_len:
+            message = f"truncate_prompt_tokens: expected at most {self.max_model_len}, the model's length, got {most}"
+            raise ApiError(400, message, param="truncate_prompt_tokens")
 
     def check_characters(self, text: str, param: str) -> None:
         """Raises ApiError for a text that is too long even if all tokens are as long as the longest token. Such a text

@@ -188,7 +188,8 @@ def test_a_key_has_a_name_that_does_not_tell_it() -> None:
         {"Authorization": "Bearer first-key second-key"},
         {"Authorization": "Bearer fIrst-key"},
         {"Authorization": b"Bearer first-k\xe9y"},
-        {"X-Api-Key": "first-key"},
+        {"X-Api-Key": "first-ke"},
+        {"X-Api-Key": "first-key", "Authorization": "Bearer first-ke"},
     ],
 )
 def test_without_a_right_key(headers: dict[str, Any]) -> None:
@@ -333,7 +334,28 @@ def test_a_client_that_leaves_while_it_sends(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.INFO):
         sent, _ = asgi_call(make_app(), "/v1/echo", receive, headers=[(b"content-length", b"100")])
     assert sent == []
-    assert access_lines(caplog) == [{"method": "POST", "path": "/v1/echo", "status": 499}]
+    assert access_lines(caplog) == [{"method": "POST", "path": "/v1/echo", "status": 499, "client_left": True}]
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_client_that_leaves_a_stream(caplog: pytest.LogCaptureFixture, is_whole: bool) -> None:
+    """It has the status, so only a word in the log tells its answer from a whole one, after which clients leave too."""
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": not is_whole})
+        await receive()
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    app = Starlette()
+    app.router = stream  # type: ignore[assignment]
+    add_middleware(app, ServerConfig())
+    with caplog.at_level(logging.INFO):
+        asgi_call(app, "/v1/echo", receive)
+    [line] = access_lines(caplog)
+    assert (line["status"], line.get("client_left", False)) == (200, not is_whole)
 
 
 def test_an_app_that_raises_as_its_client_is_gone_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
@@ -491,6 +513,7 @@ def test_each_path_below_the_root_path_is_judged_once(root_path: str, said_by: s
     config, scope = (root_path, "") if said_by == "config" else ("", root_path)
     app = make_app(root_path=config, api_keys=KEYS)
     key = {"x-api-key": KEYS[0]}
+    assert request(app, f"{root_path}/v1/echo", root_path=scope, headers=key).status_code == 200
     assert request(app, f"{root_path}/health", root_path=scope).status_code == 200
     for prefix in (root_path, root_path * 2):
         assert request(app, f"{prefix}/v1/echo", root_path=scope).status_code in (401, 404)

@@ -147,7 +147,7 @@ def test_what_every_server_asks_for_is_on(speaker_path: str, serve: Any) -> None
 def test_the_description(client: Any) -> None:
     described = client.http.get("/openapi.json").json()
     operations = [operation for path in described["paths"].values() for operation in path.values()]
-    assert len(operations) == 18
+    assert len(operations) == 19
     for operation in operations:
         assert "422" not in operation["responses"]
         schema = operation["responses"]["400"]["content"]["application/json"]["schema"]

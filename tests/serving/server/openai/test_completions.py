@@ -97,7 +97,8 @@ def test_the_last_tokens_of_a_prompt(client: Any, given: int) -> None:
     assert choice["prompt_token_ids"] == prompt[-kept:]
     [choice] = client.answer(PATH, prompt=prompt, truncation_side="right", **fields)["choices"]
     assert choice["prompt_token_ids"] == prompt[:kept]
-    for wrong in ({"truncate_prompt_tokens": 0}, {**fields, "echo": True}, {**fields, "prompt_logprobs": 1}):
+    too_many = {"truncate_prompt_tokens": client.engine.facts.max_model_len + 1}
+    for wrong in ({"truncate_prompt_tokens": 0}, too_many, {**fields, "echo": True}, {**fields, "prompt_logprobs": 1}):
         status, param, _ = client.error(PATH, prompt=prompt, **wrong)
         assert (status, param) == (400, "truncate_prompt_tokens")
 

@@ -57,6 +57,7 @@ def test_the_forms_of_an_input(embedder: Any, llm: LLM, form: str) -> None:
     num_tokens = sum(map(len, token_ids)) if number > 1 else len(token_ids[1])
     assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     assert (answer["object"], answer["model"]) == ("list", "tiny")
+    assert answer["id"].startswith("embd-") and answer["created"] > 0
 
 
 def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
@@ -83,6 +84,9 @@ def test_base64_and_dimensions(embedder: Any, llm: LLM) -> None:
         (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "encoding_format", "encoding_format: expected 'float'"),
         (EMBEDDINGS, {"input": "a", "priority": 1}, "priority", "priority: expected 0, as the scheduling policy"),
         (EMBEDDINGS, {"input": "a" * 10_000, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1, or 1 and"),
+        (EMBEDDINGS, {"input": "a", "truncate_prompt_tokens": 129}, "truncate_prompt_tokens", "at most 128, the"),
+        (EMBEDDINGS, {"input": [5], "truncate_prompt_tokens": 129}, "truncate_prompt_tokens", "at most 128, the"),
+        (SCORE, {"text_1": "a", "text_2": "b", "truncate_prompt_tokens": 129}, "truncate_prompt_tokens", "at most 128"),
         (EMBEDDINGS, {"input": "a", "model": "another"}, "model", "model: expected tiny, got another"),
         (EMBEDDINGS, {"input": "a", "stream": True}, "stream", "stream: expected none, as it is not supported"),
         (RERANK, {"query": "a", "documents": []}, "documents", "documents: expected 1 to 2,048 inputs, got 0"),
