@@ -66,6 +66,19 @@ def make_app(**config: Any) -> Starlette:
     return app
 
 
+def app_of(handler: Any) -> Starlette:
+    """The middleware around a handler that has all paths."""
+    app = Starlette()
+    app.router = handler
+    add_middleware(app, ServerConfig())
+    return app
+
+
+async def gone() -> Message:
+    """The `receive` of a client that has left."""
+    return {"type": "http.disconnect"}
+
+
 def request(app: Starlette, path: str, method: str = "GET", root_path: str = "", **options: Any) -> httpx.Response:
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=True, root_path=root_path)
@@ -346,14 +359,8 @@ def test_a_client_that_leaves_a_stream(caplog: pytest.LogCaptureFixture, is_whol
         await send({"type": "http.response.body", "body": b"a", "more_body": not is_whole})
         await receive()
 
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    app = Starlette()
-    app.router = stream  # type: ignore[assignment]
-    add_middleware(app, ServerConfig())
     with caplog.at_level(logging.INFO):
-        asgi_call(app, "/v1/echo", receive)
+        asgi_call(app_of(stream), "/v1/echo", gone)
     [line] = access_lines(caplog)
     assert (line["status"], line.get("client_left", False)) == (200, not is_whole)
 
@@ -363,14 +370,8 @@ def test_an_app_that_raises_as_its_client_is_gone_is_no_error(caplog: pytest.Log
         await receive()
         raise RuntimeError("nobody to answer")
 
-    async def receive() -> Message:
-        return {"type": "http.disconnect"}
-
-    app = Starlette()
-    app.router = leave  # type: ignore[assignment]
-    add_middleware(app, ServerConfig())
     with caplog.at_level(logging.INFO):
-        sent, _ = asgi_call(app, "/", receive)
+        sent, _ = asgi_call(app_of(leave), "/", gone)
     assert sent == [] and [record.levelname for record in caplog.records] == ["INFO"]
     assert access_lines(caplog)[0]["status"] == 499
 
@@ -387,10 +388,7 @@ def test_the_app_sees_its_client_go_away() -> None:
     async def receive() -> Message:
         return next(messages)
 
-    app = Starlette()
-    app.router = watch  # type: ignore[assignment]
-    add_middleware(app, ServerConfig())
-    asgi_call(app, "/", receive, headers=[(b"content-length", b"1")])
+    asgi_call(app_of(watch), "/", receive, headers=[(b"content-length", b"1")])
     assert seen == ["http.request", "http.disconnect"]
 
 
