@@ -360,9 +360,11 @@ def test_infinite_lse_is_an_empty_part(sign: int) -> None:
 
 @pytest.mark.parametrize("with_context", [0, 3, 4])
 def test_tokens_without_context(with_context: int) -> None:
-    """Those behind prefill_tokens_with_context: whatever stands in the prefix, they are the suffix."""
+    """Those behind prefill_tokens_with_context: whatever stands in the prefix, they are the suffix, also where its lse
+    says of a part to merge that it is empty."""
     prefix, suffix = torch.randn(2, 4, HEADS, HEAD_SIZE)
     prefix_lse, suffix_lse = torch.randn(2, HEADS, 4)
+    suffix_lse[0], suffix_lse[1] = math.inf, -math.inf
     output, output_lse = torch.empty_like(prefix), torch.empty(HEADS, 4)
     expected, lse = torch.empty_like(prefix), torch.empty(HEADS, 4)
     before = prefix_lse.clone()

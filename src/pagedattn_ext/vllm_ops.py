@@ -15,7 +15,6 @@ ValueError that names the argument: blocksparse_vert_stride, interleaved_v, and 
 bool is no scale.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -239,19 +238,21 @@ def merge_attn_states(
     for argument, lse in {"prefix_lse": prefix_lse, "suffix_lse": suffix_lse}.items():
         check_shape(merge_attn_states, argument, lse, (num_heads, num_tokens))
     check_memory(merge_attn_states, "output_lse", output_lse, prefix_lse.shape, prefix_lse.dtype, device)
-    prefix_lses = prefix_lse.T.contiguous()
+    count = num_tokens  # of tokens to merge
     if prefill_tokens_with_context is not None:
-        prefill_tokens_with_context = to_int(name, "prefill_tokens_with_context", prefill_tokens_with_context)
-        if not 0 <= prefill_tokens_with_context <= num_tokens:
+        count = to_int(name, "prefill_tokens_with_context", prefill_tokens_with_context)
+        if not 0 <= count <= num_tokens:
             expected = f"0 to {num_tokens}, the number of tokens"
-            raise ValueError(
-                f"{name}: prefill_tokens_with_context: expected {expected}, got {prefill_tokens_with_context}"
-            )
-        prefix_lses = prefix_lses.clone()
-        prefix_lses[prefill_tokens_with_context:] = -math.inf
-    packed, lses = output.contiguous(), None if output_lse is None else torch.empty_like(prefix_lses)
-    suffix = suffix_output.contiguous(), suffix_lse.T.contiguous()
-    call("merge_attn_states", packed, lses, prefix_output.contiguous(), prefix_lses, *suffix)
+            raise ValueError(f"{name}: prefill_tokens_with_context: expected {expected}, got {count}")
+    packed, prefix, suffix = output.contiguous(), prefix_output.contiguous(), suffix_output.contiguous()
+    prefix_lses, suffix_lses = prefix_lse.T.contiguous(), suffix_lse.T.contiguous()
+    lses = None if output_lse is None else torch.empty_like(prefix_lses)
+    merged_lses = None if lses is None else lses[:count]
+    states = prefix[:count], prefix_lses[:count], suffix[:count], suffix_lses[:count]
+    call("merge_attn_states", packed[:count], merged_lses, *states)
+    packed[count:].copy_(suffix[count:])  # whatever the suffix's lse: it is not merged
+    if lses is not None:
+        lses[count:].copy_(suffix_lses[count:])
     _write_back(output, packed)
     if output_lse is not None and lses is not None:
         output_lse.copy_(lses.T)
