@@ -265,11 +265,11 @@ def _find_candidates(
         for i, values, token_ids in zip(indices, top.values.tolist(), top.indices.tolist(), strict=True):
             found = zip(token_ids, values, strict=True)
             output.candidates[i] = [(token_id, value) for token_id, value in found if value > -math.inf]
-        if any(row.sampling_params.logprobs is not None for row in some):
-            counts = [row.sampling_params.logprobs or 0 for row in some]
+        if any(row.sampling_params.reports_logprobs for row in some):
+            counts = [row.sampling_params.num_most_likely for row in some]
             reports = _reports(_rank(own, top.indices, max(counts)), top.indices.shape[1], counts)
             for i, entries in zip(indices, reports, strict=True):
-                if rows[i].sampling_params.logprobs is not None:
+                if rows[i].sampling_params.reports_logprobs:
                     output.top_logprobs[i] = entries
 
 

@@ -140,7 +140,7 @@ class OutputReader:
     def __init__(self, turn: Turn | None, logprobs: ChatLogprobsFormat | None = None) -> None:
         self._parser = None if turn is None else turn.parser()
         self._logprobs = logprobs
-        self._text = ""  # that is not in a piece yet; the same of the tokens
+        self._text = ""  # with logprobs: what is not in a piece yet, of the text and of the tokens
         self._tokens: deque[TokenLogprob] = deque()
         self._token_ids: list[int] = []
         self._num_cached_tokens = 0
@@ -207,7 +207,8 @@ class BlockAnswer:
     ) -> None:
         self._job = job
         self._service = service
-        self._reader = OutputReader(turn, _logprobs_of(job, service))
+        logprobs = ChatLogprobsFormat(service.token_names, job.params) if job.params.reports_logprobs else None
+        self._reader = OutputReader(turn, logprobs)
         self._writer = writer
         self._done = done
         self._has_begun = False
@@ -248,12 +249,6 @@ class BlockAnswer:
         # An output that comes again from its beginning is refused once the client has seen something of it.
         await self._service.jobs.run(self._job, take, lambda _: not self._has_begun)
         await send(encode_events(await self._finish()))
-
-
-def _logprobs_of(job: Job, service: Service) -> ChatLogprobsFormat | None:
-    if not job.params.reports_logprobs:
-        return None
-    return ChatLogprobsFormat(service.token_names, job.params.num_most_likely, job.params)
 
 
 def encode_events(events: Iterable[Fields]) -> bytes:

@@ -142,7 +142,7 @@ class ChatAnswer(Answer):
         self._logprobs: ChatLogprobsFormat | None = None
         if body.logprobs:
             as_ids = bool(body.return_tokens_as_token_ids)
-            self._logprobs = ChatLogprobsFormat(token_names, body.top_logprobs or 0, job.params, as_ids)
+            self._logprobs = ChatLogprobsFormat(token_names, job.params, as_ids)
 
     def opening(self, writer: ChunkWriter, place: int, output: RequestOutput) -> tuple[list[str], list[LogprobsFormat]]:
         """The first chunk of a choice says who speaks, and has the prompt's tokens if they are asked for."""

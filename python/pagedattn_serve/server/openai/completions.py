@@ -157,7 +157,7 @@ class CompletionAnswer(Answer):
         if body.logprobs is None:
             return _Beginning(text, None, None)
         as_ids = bool(body.return_tokens_as_token_ids)
-        form = CompletionLogprobsFormat(self._token_names, body.logprobs, self.job.params, as_ids)
+        form = CompletionLogprobsFormat(self._token_names, self.job.params, as_ids)
         logprobs = form.add_prompt(text, prompt.token_ids, output.prompt_logprobs or []) if body.echo else None
         return _Beginning(text, logprobs, form)
 

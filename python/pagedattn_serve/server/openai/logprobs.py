@@ -54,14 +54,13 @@ class CompletionLogprobsFormat:
     """The format of completions: four lists, with the place of each token in the text.
 
     The place of a token is the length of the text before it. Tokens that are parts of one character have one place.
-    num_top: how many of the most likely tokens were asked for. params: those of the output.
-    as_ids: whether the names of tokens are their ids.
+    params: those of the output. as_ids: whether the names of tokens are their ids.
     """
 
-    def __init__(self, names: TokenNames, num_top: int, params: SamplingParams, as_ids: bool = False) -> None:
+    def __init__(self, names: TokenNames, params: SamplingParams, as_ids: bool = False) -> None:
         self._names = names
-        self._num_top = num_top
-        self._num_top_of_output = _num_top_of(params, num_top)
+        self._num_top_of_prompt = params.logprobs or 0
+        self._num_top = _num_top_of(params)
         self._skips_special_tokens = params.skip_special_tokens
         self._as_ids = as_ids
         self._offset = 0
@@ -79,7 +78,7 @@ class CompletionLogprobsFormat:
             else:
                 name = each[token_id].decoded_token or ""
             is_in = is_in_text(self._names, token_id, text, self._offset)
-            self._add(result, token_id, name, each, self._num_top, is_in)
+            self._add(result, token_id, name, each, self._num_top_of_prompt, is_in)
         self._offset = len(text)  # the text may have spaces or capitals that the tokenizer does not keep
         return result
 
@@ -87,7 +86,7 @@ class CompletionLogprobsFormat:
         result = _no_logprobs()
         for token_id, each in zip(completion.token_ids, completion.logprobs or [], strict=True):
             is_in = not (self._skips_special_tokens and token_id in self._names.special_texts)
-            self._add(result, token_id, each[token_id].decoded_token or "", each, self._num_top_of_output, is_in)
+            self._add(result, token_id, each[token_id].decoded_token or "", each, self._num_top, is_in)
         return result
 
     def _add(
@@ -113,15 +112,15 @@ class CompletionLogprobsFormat:
 
 
 class ChatLogprobsFormat:
-    """The format of chats: an object for each token. num_top: most entries of its top_logprobs. as_ids: whether the
-    names of tokens are their ids.
+    """The format of chats: an object for each token. params: those of the output. as_ids: whether the names of tokens
+    are their ids.
 
     The bytes of all tokens, joined, are the UTF-8 of the answer: a token that the answer leaves out has none.
     """
 
-    def __init__(self, names: TokenNames, num_top: int, params: SamplingParams, as_ids: bool = False) -> None:
+    def __init__(self, names: TokenNames, params: SamplingParams, as_ids: bool = False) -> None:
         self._names = names
-        self._num_top = _num_top_of(params, num_top)
+        self._num_top = _num_top_of(params)
         self._params = params
         self._as_ids = as_ids
 
@@ -178,9 +177,9 @@ def prompt_logprobs(output: RequestOutput, num_top: int) -> PromptLogprobs:
     return result
 
 
-def _num_top_of(params: SamplingParams, num_top: int) -> int:
+def _num_top_of(params: SamplingParams) -> int:
     """How many entries to show of a token of the output: with `logprob_token_ids` all of them, the token's own too."""
-    return len(params.token_ids_to_report) + 1 if params.token_ids_to_report else num_top
+    return len(params.token_ids_to_report) + 1 if params.token_ids_to_report else params.num_most_likely
 
 
 def _likeliest(entries: Entries, num_top: int) -> list[tuple[int, Logprob]]:

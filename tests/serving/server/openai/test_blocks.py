@@ -114,7 +114,7 @@ def test_a_text_has_the_logprobs_of_its_tokens(tokens: list[str], num_at_once: i
     )
     writer, reader = (
         ResponseWriter(HEAD, FORMAT, {}),
-        OutputReader(TURN, ChatLogprobsFormat(names, 0, SamplingParams())),
+        OutputReader(TURN, ChatLogprobsFormat(names, SamplingParams(logprobs=0))),
     )
     writer.start(5, 0)
     ids = [10 if token == "</s>" else i for i, token in enumerate(tokens)]

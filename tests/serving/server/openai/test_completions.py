@@ -233,7 +233,9 @@ def test_as_many_logprobs_as_were_asked_for(client: Any, num_top: int) -> None:
         3: Logprob(-2.0, 2, "c"),
         4: Logprob(-2.0, 2, "d"),
     }
-    form = logprobs.CompletionLogprobsFormat(TokenNames(client.engine.texts.tokenizer), num_top, SamplingParams())
+    form = logprobs.CompletionLogprobsFormat(
+        TokenNames(client.engine.texts.tokenizer), SamplingParams(logprobs=num_top)
+    )
     [top] = form.add(CompletionOutput(0, "came", [7], 0.0, [entries], None))["top_logprobs"]
     assert top is not None and list(top) == ["came", "a", "b", "c"][: num_top + 1]
     output = RequestOutput("id", None, [5, 7], [], True, RequestMetrics(0.0), prompt_logprobs=[None, entries])
